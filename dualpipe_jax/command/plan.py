@@ -124,6 +124,8 @@ class Plan:
     def run(self) -> int:
         if self.output is not None and not self.output.absolute().parent.is_dir():
             raise CommandError(f"--output {self.output}: there is no folder {self.output.parent}")
+        if self.cache is not None and self.cache.exists() and not self.cache.is_dir():
+            raise CommandError(f"--cache {self.cache}: is no folder")
         cache = Cache(self.cache or default_folder())
         search = Search(Answers(self.target, cache, self.rates_file), self.cpu_minutes or None)
         try:
@@ -146,11 +148,12 @@ class Plan:
         """
         numbers = {"--pp": self.pp, "--dp": self.dp, "--per-device": self.per_device, "--best": (self.best,)}
         numbers["--stages-per-rank"] = self.stages_per_rank
+        numbers["--sequence"] = (self.given.sequence,)
         numbers["--tokens-per-step"] = () if self.tokens_per_step is None else (self.tokens_per_step,)
         for flag, values in numbers.items():
             if min(values, default=1) < 1:
                 raise CommandError(f"{flag} {min(values)}: must be at least 1")
-        if self.cpu_minutes < 0:
+        if not self.cpu_minutes >= 0:  # "not", for NaN is no limit
             raise CommandError(f"--cpu-minutes {self.cpu_minutes:g}: must be at least 0")
         fields = {field.name: getattr(self.given, field.name) for field in dataclasses.fields(Chosen)}
         if self.move_layers < 0:

@@ -56,6 +56,8 @@ def _least_dropless(answers: Answers, wanted: Wanted) -> tuple[str, float]:
     bounds.take(cut, counted)
     if needs := bounds.too_much(cut):
         return needs, 0.0
+    if not counted.products:  # units are timed, so nothing says beforehand how long they take
+        return "", 0.0
     return "", min(bounds.seconds(case) for case in bounds.cases[cut] if case in bounds.open())
 
 

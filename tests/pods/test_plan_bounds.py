@@ -471,6 +471,21 @@ def test_dropless_is_bounded_only_where_room_for_all_tokens_is_out_of_reach(
     assert rooms.get(factor, "dropless 1.5, capacity 1.5") in out
 
 
+@pytest.mark.parametrize("fits, factor", [(True, None), (False, 1.25)])
+def test_where_units_are_timed_dropless_is_bounded_only_if_all_tokens_do_not_fit(fits, factor):
+    """Before they are timed nothing says how long they take: there are no products."""
+
+    def ask(plan, compile, title):
+        search.answers.dispatches = True
+        found = answer(plan, compile, fixed=None if fits or plan.capacity_factor else 99 * GIB)
+        return dataclasses.replace(found, products={})
+
+    search = planning.Search(Answers("cpu:8", None, None))
+    search.answers.ask = ask
+    search.explore(wanted(schedules=("1f1b",), dispatches=("dropless",)))
+    assert {choice.plan.capacity_factor for choice in search.choices} == {factor}
+
+
 def test_what_is_told_meanwhile(capsys):
     search = explored()
     cut, first, *bounds, estimate, last = capsys.readouterr().err.splitlines()

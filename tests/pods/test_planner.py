@@ -470,7 +470,10 @@ REFUSED = {
     "--pp 3": "--pp 3: must divide the target's 8 devices",
     "--tokens-per-step 0": "--tokens-per-step 0: must be at least 1",
     "--schedule dualpip": "there is no schedule 'dualpip'; did you mean dualpipe",
+    "--sequence 0": "--sequence 0: must be at least 1",
     "--cpu-minutes -1": "--cpu-minutes -1: must be at least 0",
+    "--cpu-minutes nan": "--cpu-minutes nan: must be at least 0",
+    f"--cache {__file__}": f"--cache {__file__}: is no folder",
     "--move-layers -1": "--move-layers -1: must be at least 0",
     "-o no/plan.json": "--output no/plan.json: there is no folder no",
 }
