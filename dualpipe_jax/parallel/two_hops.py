@@ -25,7 +25,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from dualpipe_jax.parallel.expert import arriving, dispatch
-from dualpipe_jax.parallel.expert_plan import DROPPED, Handle, plan_capacity
+from dualpipe_jax.parallel.expert_plan import DROPPED, Handle, known_experts, plan_capacity
 
 
 def plan_two_hops(
@@ -85,13 +85,13 @@ def plan_two_hops(
         )
     if node_capacity is not None and node_capacity < 1:
         raise ValueError(f"plan_two_hops: node_capacity must be at least 1, got {node_capacity}.")
-    here = num_experts // num_nodes
+    topk_TK, here = known_experts(topk_TK, num_experts), num_experts // num_nodes
     nodes_M = jnp.arange(num_nodes, dtype=jnp.int32)
     wanted_TM = jnp.sum(topk_TK[..., None] // here == nodes_M, axis=1, dtype=jnp.int32)
     outer = plan_capacity(jnp.where(wanted_TM > 0, nodes_M, num_nodes), num_nodes, node_capacity, across)
 
     # Empty rows arrive as zeros: on the way experts count from one.
-    number_RK = arriving(dispatch(topk_TK.astype(jnp.int32) + 1, outer)) - 1
+    number_RK = arriving(dispatch(topk_TK + 1, outer)) - 1
     local_RK = number_RK - here * lax.axis_index(across)
     inner = plan(jnp.where((local_RK >= 0) & (local_RK < here), local_RK, here), here)
 

@@ -160,6 +160,16 @@ def test_any_physical_experts_will_do():
     close(with_gradients(placed, target)(args, physical), plain_layer(E)(args, topk))
 
 
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
+def test_experts_of_a_node_may_be_more_than_the_dtype_of_choices_can_count(dtype):
+    def there_and_back(x, topk):
+        handle = plan_two_hops(topk, 512, AXES, lambda topk, here: plan_capacity(topk, here, axis_name="ep"))
+        return combine(dispatch(x, handle), jnp.ones(topk.shape), handle)
+
+    x = np.arange(1.0, TOKENS + 1, dtype=np.float32)[:, None]
+    np.testing.assert_array_equal(on_devices((2, 2), there_and_back)(x, TOPK.astype(dtype)), K * x)
+
+
 def test_dropped_copies_add_nothing_and_have_no_gradient():
     args, target = layer_case(E)
     topk, tokens = choices(TOKENS, skew=0.2), TOKENS // 4
@@ -240,6 +250,8 @@ def test_what_does_not_fit_is_refused():
     for message, changes in cases.items():
         with pytest.raises(ValueError, match=message):
             on_devices((2, 2), lambda topk, changes=changes: plan(topk, **changes))(choices(8))
+    with pytest.raises(TypeError, match="topk_TK must be integers, numbers of experts, got float32"):
+        on_devices((2, 2), plan)(choices(8).astype(np.float32))
     x, weights = np.ones((8, D), np.float32), np.ones((8, K + 1), np.float32)
 
     def wrong(x, weights, topk):
