@@ -263,19 +263,24 @@ def returned(kind: str, value: Any) -> Out:
                 f"{_kind_of_value(getattr(value, name))}."
             )
     for name, loss in value.losses.items():
-        if jnp.shape(loss) != () or not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
+        if not _is_of(loss, jnp.floating) or jnp.shape(loss) != ():
             raise TypeError(
                 f"{what} must return each loss as a floating scalar, the mean over its examples; "
                 f"losses[{name!r}] is {_kind_of_value(loss)}."
             )
     for name, metric in value.metrics.items():
         for leaf in jax.tree.leaves(metric):
-            if jnp.result_type(leaf) == jnp.bool_:
+            if not _is_of(leaf, jnp.number):
                 raise TypeError(
-                    f"{what} returned a bool in metrics[{name!r}]: metrics are summed over microbatches and stages. "
-                    "For how often it was true return it .astype(jnp.int32)."
+                    f"{what} returned {_kind_of_value(leaf)} in metrics[{name!r}]: metrics are numbers, summed over "
+                    "microbatches and stages. For how often a bool was true return it .astype(jnp.int32)."
                 )
     return value
+
+
+def _is_of(value: Any, dtypes: Any) -> bool:
+    number = hasattr(value, "dtype") or isinstance(value, complex | float | int)
+    return number and jnp.issubdtype(jnp.result_type(value), dtypes)
 
 
 def _kind_of_value(value: Any) -> str:

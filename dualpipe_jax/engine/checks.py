@@ -61,6 +61,23 @@ def check_choice(name: str, given: str, choices: Any) -> None:
         raise ValueError(f"{name}={given!r}: there are {', '.join(map(repr, known))}.")
 
 
+def check_dtypes(**given: Tree) -> None:
+    """What is computed and summed in is floating: in another dtype gradients would be zero. Raises ValueError."""
+    for name, dtype in _named(given):
+        if not _is_floating(dtype):
+            raise ValueError(
+                f"{name}={getattr(dtype, '__name__', dtype)}: gradients need a floating dtype, such as jnp.bfloat16 or "
+                "jnp.float32; None for each leaf's own."
+            )
+
+
+def _is_floating(dtype: Any) -> bool:
+    try:
+        return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+    except TypeError:  # no dtype
+        return False
+
+
 def check_arguments(
     schedule: Schedule, mesh: Mesh | AbstractMesh, params: Tree, batch: Tree, key: Any = None
 ) -> None:
@@ -100,6 +117,7 @@ def _data_problems(schedule: Schedule, mesh: Mesh | AbstractMesh, batch: Tree) -
     axes = [axis for axis in BATCH_AXES if axis in mesh.shape and (axis == EP or mesh.shape[axis] > 1)]
     parts = int(np.prod([mesh.shape[axis] for axis in axes]))
     where = " x ".join(f"'{axis}'" for axis in axes)
+    sizes: dict[int, str] = {}
     for name, leaf in _named({"batch": batch}):
         if leaf.ndim < 2:
             yield f"{name} has shape {leaf.shape}; needed: [num_microbatches, microbatch size, ...]."
@@ -114,6 +132,11 @@ def _data_problems(schedule: Schedule, mesh: Mesh | AbstractMesh, batch: Tree) -
                 f"{name} has shape {leaf.shape}: its microbatch size {leaf.shape[1]} is not divisible by the "
                 f"{parts} devices of the mesh's {where} axis; use a multiple of {parts}."
             )
+        else:
+            sizes.setdefault(leaf.shape[1], name)
+    if len(sizes) > 1:
+        found = " and ".join(f"{size} in {name}" for size, name in sizes.items())
+        yield f"the batch has different microbatch sizes, {found}: its leaves must have one and the same."
 
 
 def _stage_problems(schedule: Schedule, stages: Tree) -> Iterator[str]:

@@ -130,6 +130,7 @@ class Pipeline:
         checks.check_model(self._model, self.schedule)
         if self.divergence is not None:
             checks.check_choice("divergence", self.divergence, Divergence)
+        checks.check_dtypes(compute_dtype=self.compute_dtype, accumulate_dtype=self.accumulate_dtype)
 
     @functools.cached_property
     def value_and_grad(self) -> Callable[..., tuple[tuple[jax.Array, Report], Tree]]:

@@ -82,7 +82,7 @@ class Tick:
         *_, every = sets = self.table.together
         if self.idle_sends or not payloads:
             return exchange(every, payloads)
-        same = (jnp.asarray(sets) == jnp.stack(brings)).all(axis=1)
+        same = (jnp.asarray(sets) == jnp.stack(brings)[None]).all(axis=1)
         number = jnp.where(same.any(), jnp.argmax(same), len(sets) - 1)  # all of them will do for any
         return lax.switch(number, [functools.partial(exchange, wanted) for wanted in sets], payloads)
 

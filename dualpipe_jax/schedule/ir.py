@@ -194,7 +194,9 @@ class Schedule:
     name: str
     placement: Placement
     num_microbatches: int
-    orders: tuple[tuple[Slot, ...], ...]
+    orders: tuple[tuple[Slot, ...], ...] = dataclasses.field(
+        repr=False
+    )  # long; errors show a Pipeline's repr
 
     def __post_init__(self):
         if not self.name.isprintable():

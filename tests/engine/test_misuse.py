@@ -73,7 +73,22 @@ WRONG = {
     "a bool metric": (
         lambda out, at: out._replace(metrics={"all": jnp.all(out.x > 0)}),
         TypeError,
-        r"a bool in metrics\['all'\].*astype\(jnp.int32\)",
+        r"an array bool\[\] in metrics\['all'\].*astype\(jnp.int32\)",
+    ),
+    "a key as metric": (
+        lambda out, at: out._replace(metrics={"key": jax.random.key(0)}),
+        TypeError,
+        r"an array key<fry>\[\] in metrics\['key'\]: metrics are numbers",
+    ),
+    "a word as metric": (
+        lambda out, at: out._replace(metrics={"name": "middle"}),
+        TypeError,
+        r"a str in metrics\['name'\]: metrics are numbers",
+    ),
+    "None as loss": (
+        lambda out, at: Out(out.x, {"l": None}),
+        TypeError,
+        r"each loss as a floating scalar.*losses\['l'\] is a NoneType",
     ),
     "a key that is not there": (
         lambda out, at: out._replace(x=out.x * jax.random.bernoulli(at.key, 0.5, (2,))),
@@ -113,6 +128,50 @@ def test_arguments_of_a_step():
         step.apply(*arguments(), outputs="all")
     with pytest.raises(ValueError, match=r"weights names \['lmm'\], but the losses.*are \['loss'\]"):
         pipeline(weights=lambda batch: {"lmm": jnp.sum(batch)}).value_and_grad(*arguments())
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, "bool", jnp.complex64, "bfloat17"])
+def test_gradients_are_made_and_summed_in_floating_dtypes(dtype):
+    """Of integers all gradients would be zero, and nothing said so."""
+    for name, given, where in (
+        ("accumulate_dtype", dtype, "accumulate_dtype"),
+        ("compute_dtype", dtype, "compute_dtype"),
+        ("compute_dtype", {"stages": {"w": dtype}}, r"compute_dtype\['stages'\]\['w'\]"),
+    ):
+        with pytest.raises(ValueError, match=f"{where}=.*gradients need a floating dtype"):
+            pipeline(**{name: given})
+
+
+def test_leaves_of_a_batch_have_one_microbatch_size():
+    """Two rows for each device beside one would be broadcast, where the plain model refuses them."""
+
+    def error(own, shared, x, at):
+        x = at.batch["x"] if x is None else x
+        return Out(x, {"loss": jnp.mean((own["w"] * x - at.batch["y"]) ** 2)})
+
+    model = StagedModel({"middle": error}, ("middle",) * 2)
+    step = Pipeline(model, one_f_one_b(2, MICROBATCHES), make_mesh(2, 2)).value_and_grad
+    params, _ = arguments()
+    batch = {"x": jnp.ones((MICROBATCHES, 4, 3)), "y": jnp.ones((MICROBATCHES, 2, 3))}
+    with pytest.raises(
+        ValueError, match=r"different microbatch sizes, 4 in batch\['x'\] and 2 in batch\['y'\]"
+    ):
+        step(params, batch)
+
+
+def test_what_is_no_array_is_named_without_the_whole_schedule():
+    """JAX's error begins with what was called, whose schedule has thousands of actions."""
+    params, batch = arguments()
+    schedule = one_f_one_b(2, 2000)
+    with pytest.raises(TypeError, match=r"path params\['shared'\]\['b'\]") as raised:
+        pipeline(schedule=schedule).value_and_grad(params | {"shared": {"b": "one"}}, batch)
+    assert len(str(raised.value)) < 2000
+
+
+def test_under_the_setting_that_refuses_arrays_of_unlike_ranks():
+    with jax.numpy_rank_promotion("raise"):
+        (loss, _), _ = pipeline().value_and_grad(*arguments())
+    np.testing.assert_allclose(loss, plain_loss(*arguments()), rtol=1e-6)
 
 
 def test_sums_of_narrow_gradients():
