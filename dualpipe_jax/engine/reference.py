@@ -76,6 +76,13 @@ def reference_loss(
         return losses, metrics, dropped, loss_weights(model, batch, losses)
 
     def loss(params: Tree, batch: Tree, key: jax.Array | None = None) -> tuple[jax.Array, Report]:
+        sizes = {leaf.shape[1:2] for leaf in jax.tree.leaves(batch)}
+        if num_parts < 1 or len(sizes) != 1 or not all(size and size[0] % num_parts == 0 for size in sizes):
+            shapes = ", ".join(str(leaf.shape) for leaf in jax.tree.leaves(batch))
+            raise ValueError(
+                f"the batch needs leaves [num_microbatches, microbatch size, ...] of one microbatch size that "
+                f"num_parts={num_parts} divides; their shapes are {shapes or 'none'}."
+            )
         parts = jax.tree.map(
             lambda leaf: leaf.reshape(-1, leaf.shape[1] // num_parts, *leaf.shape[2:]), batch
         )

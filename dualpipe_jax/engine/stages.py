@@ -87,7 +87,8 @@ def to_placed(stages: Tree, placement: Placement) -> PlacedStages:
 
     ``stages`` has leaves [num_stages, ...], or is a list of one tree for each stage.
 
-    Raises ValueError for stages that are placed otherwise, and for a list of trees that are not alike.
+    Raises ValueError for stages that are placed otherwise, for more or fewer than there are, and for a list of trees
+    that are not alike.
     """
     if isinstance(stages, PlacedStages):
         if stages.model_stages != owned_stages(placement):
@@ -100,6 +101,13 @@ def to_placed(stages: Tree, placement: Placement) -> PlacedStages:
         return stages
     if is_listed(stages, placement.num_model_stages):
         stages = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stages)
+    number = placement.num_model_stages
+    for path, leaf in jax.tree_util.tree_leaves_with_path(stages):
+        if np.shape(leaf)[:1] != (number,):  # a gather would leave out what is too much, and fill up with NaN
+            raise ValueError(
+                f"params['stages']{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its leading dim must be the "
+                f"stage, of which the schedule has {number}: [{number}, ...]."
+            )
 
     def pick(model_stages):
         in_order = np.array_equal(model_stages, np.arange(placement.num_model_stages))
@@ -188,7 +196,7 @@ def place_stages(stages: Tree, schedule: Schedule, mesh: Mesh, param_specs: Tree
     Returns params["stages"] as a pipelined step takes them with no resharding; gradients come back in the same form,
     and any optimizer that maps over leaves works on it. The optimizer's state is that of one copy.
 
-    Raises ValueError if ``param_specs`` is no prefix of ``stages``.
+    Raises ValueError if ``param_specs`` is no prefix of ``stages``, and where stages are more or fewer than there are.
 
     On two devices, each of which has two of a V's four stages:
 

@@ -1,12 +1,14 @@
 """What users get wrong first is refused, with what is wanted; what they have is taken as it is."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
-from dualpipe_jax import Out, Pipeline, StagedModel, make_mesh, reference_value_and_grad
+from dualpipe_jax import Out, Pipeline, StagedModel, make_mesh, place_stages, reference_value_and_grad
 from dualpipe_jax.schedule import dualpipe_v, gpipe, interleaved_1f1b, one_f_one_b, zb_v
 
 MICROBATCHES = 4
@@ -159,6 +161,16 @@ def test_leaves_of_a_batch_have_one_microbatch_size():
         step(params, batch)
 
 
+def test_the_oracle_cuts_whole_microbatches():
+    """Six rows in parts of a fourth would be parts of one row, with other microbatches' numbers and keys."""
+    model = StagedModel({"middle": stage}, ("middle",) * 2)
+    params, _ = arguments()
+    for num_parts, shapes in ((4, [(2, 6)]), (0, [(2, 6)]), (2, [(2, 4), (2, 2)]), (1, [(2,)]), (1, [])):
+        told = f"num_parts={num_parts} divides; their shapes are {', '.join(map(str, shapes)) or 'none'}"
+        with pytest.raises(ValueError, match=re.escape(told)):
+            reference_value_and_grad(model, num_parts=num_parts)(params, list(map(jnp.ones, shapes)))
+
+
 def test_what_is_no_array_is_named_without_the_whole_schedule():
     """JAX's error begins with what was called, whose schedule has thousands of actions."""
     params, batch = arguments()
@@ -236,6 +248,20 @@ def test_stages_placed_for_another_schedule():
     jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=2e-6, atol=1e-7), got, want)
     with pytest.raises(ValueError, match="metadata"):
         jax.tree.map(jnp.add, placed, on_a_v[0].place(params))
+
+
+@pytest.mark.parametrize("make, has", [(one_f_one_b, 2), (dualpipe_v, 4)])
+@pytest.mark.parametrize("given", [1, 3, 8])
+def test_stages_that_are_placed_are_as_many_as_there_are(make, has, given):
+    """Of eight stages four would be left out, and the third of three would be NaN."""
+    params, _ = arguments(given)
+    schedule = make(2, MICROBATCHES)
+    used = pipeline(num_stages=has, schedule=schedule)
+    for place in (used.place, used.shardings, lambda p: place_stages(p["stages"], schedule, make_mesh(2, 1))):
+        with pytest.raises(
+            ValueError, match=rf"\['w'\] has shape \({given},\); .* schedule has {has}: \[{has}"
+        ):
+            place(params)
 
 
 def test_a_list_of_one_tree_for_each_stage():
