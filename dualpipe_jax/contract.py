@@ -306,4 +306,9 @@ def loss_weights(model: StagedModel, batch: Tree, names: Any) -> dict[str, jax.A
             f"StagedModel.weights names {unknown}, but the losses that stages return are {sorted(names)}; each name in "
             "weights must be one of them."
         )
+    if long := [name for name, weight in given.items() if jnp.shape(weight) != ()]:
+        raise ValueError(
+            f"StagedModel.weights gives {long[0]!r} an array of shape {jnp.shape(given[long[0]])}; each weight is a "
+            "scalar of the whole part, such as its number of valid tokens, jnp.sum(mask)."
+        )
     return {name: jax.lax.stop_gradient(jnp.asarray(given.get(name, 1.0), jnp.float32)) for name in names}

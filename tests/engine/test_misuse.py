@@ -186,6 +186,15 @@ def test_under_the_setting_that_refuses_arrays_of_unlike_ranks():
     np.testing.assert_allclose(loss, plain_loss(*arguments()), rtol=1e-6)
 
 
+@pytest.mark.parametrize("shape", [(1,), (2,)])
+def test_a_weight_is_a_scalar(shape):
+    """With an array of one the oracle's mean was of every loss by every weight."""
+    weighted = pipeline(weights=lambda batch: {"loss": jnp.ones(shape)})
+    for step in (weighted.value_and_grad, reference_value_and_grad(weighted.model)):
+        with pytest.raises(ValueError, match=r"weights gives 'loss' an array of shape .*jnp.sum\(mask\)"):
+            step(*arguments())
+
+
 def test_sums_of_narrow_gradients():
     """1,024 gradients of 1: one by one in bfloat16 a quarter arrives."""
     number = 1024
