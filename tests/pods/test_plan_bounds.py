@@ -480,8 +480,7 @@ def test_where_units_are_timed_dropless_is_bounded_only_if_all_tokens_do_not_fit
         found = answer(plan, compile, fixed=None if fits or plan.capacity_factor else 99 * GIB)
         return dataclasses.replace(found, products={})
 
-    search = planning.Search(Answers("cpu:8", None, None))
-    search.answers.ask = ask
+    search = asking(ask, target="cpu:8")
     search.explore(wanted(schedules=("1f1b",), dispatches=("dropless",)))
     assert {choice.plan.capacity_factor for choice in search.choices} == {factor}
 

@@ -98,9 +98,9 @@ def wanted(**more):
     return planner.Wanted(BASE, **{**options, "stashes": (None, 1), "dispatches": ("capacity",), **more})
 
 
-def asking(ask=lambda plan, compile, title: answer(plan, compile), minutes=None):
+def asking(ask=lambda plan, compile, title: answer(plan, compile), minutes=None, target=str(TARGET)):
     """A search whose questions ``ask(plan, compile, title)`` answers."""
-    search = planning.Search(Answers(str(TARGET), None, None), minutes)
+    search = planning.Search(Answers(target, None, None), minutes)
     search.answers.ask = ask
     return search
 
