@@ -136,9 +136,8 @@ def train(
                     f"{stop.reason}: saved at step {step}; --name {config.name} --resume goes on from there"
                 )
                 raise Stopped(told, code=128 + stop.signal)
-        checkpoints.finish(
-            num_steps
-        )  # while signals are noted: one would end the process, and with it the save
+        # While signals are noted: one would end the process, and with it the save.
+        checkpoints.finish(num_steps)
     return state
 
 

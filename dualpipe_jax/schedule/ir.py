@@ -194,9 +194,8 @@ class Schedule:
     name: str
     placement: Placement
     num_microbatches: int
-    orders: tuple[tuple[Slot, ...], ...] = dataclasses.field(
-        repr=False
-    )  # long; errors show a Pipeline's repr
+    # Long, and errors of JAX's show a Pipeline's repr.
+    orders: tuple[tuple[Slot, ...], ...] = dataclasses.field(repr=False)
 
     def __post_init__(self):
         if not self.name.isprintable():
