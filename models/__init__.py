@@ -5,7 +5,6 @@ from models import recipes, weights
 from models.config import MODELS, Config, byte, moe_67b, small, tiny, v2, v2_lite, v3
 from models.forward import logits
 from models.kernels import Kernels
-from models.loss import cross_entropy_in_blocks
 from models.moe import Dispatch, update_bias
 from models.placement import count_once, expert_tables, place_experts, placed_specs, sum_copies
 from models.plan import Costs, given_plan, layer_plan, matmul_costs
@@ -29,7 +28,6 @@ __all__ = [
     "Model",
     "byte",
     "count_once",
-    "cross_entropy_in_blocks",
     "deepseek",
     "expert_tables",
     "figures",

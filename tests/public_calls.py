@@ -143,9 +143,6 @@ GOOD: Mapping[str, Mapping[str, Any]] = {
     "models.update_bias": dict(
         bias=jnp.zeros(4), counts=jnp.arange(4, dtype=jnp.int32), rate=0.1, center=False
     ),
-    "models.cross_entropy_in_blocks": dict(
-        x=X, kernel_DV=jnp.ones((3, 8)), targets=jnp.zeros(4, jnp.int32), valid=None, block=4
-    ),
     "decode.Limits": dict(max_requests=2, max_positions=16, block_size=4),
     "decode.SamplingParams": dict(max_tokens=4, temperature=0.5, top_p=0.9, seed=0),
 }

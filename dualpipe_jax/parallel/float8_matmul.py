@@ -7,7 +7,7 @@ As DeepSeek-V3 trains (section 3.3 of its report). Of that it takes
   the weights' gradient;
 - the sum of each 128 products times its two scales, added up in float32;
 - what is kept for the backward: the input in eight bits, made 128 x 1 from that;
-- weights rounded from what the optimizer keeps, never kept rounded.
+- weights rounded from what the optimizer keeps, once a step (``made_once``).
 
 Not taken are e5m6 for what follows attention, scales that are no powers of two, and the SwiGLU's inputs in eight bits.
 
@@ -27,8 +27,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
+from dualpipe_jax.made_once import made_once
 from dualpipe_jax.parallel import mosaic
 from dualpipe_jax.parallel.expert_groups import Kernel, multiply_groups
 from dualpipe_jax.parallel.float8 import TILE, Tiled, dequantize, quantize
@@ -76,21 +77,26 @@ def float8_matmul(
     if rows.dtype != w_GDF.dtype:
         raise ValueError(f"float8_matmul: rows are {rows.dtype} and w {w_GDF.dtype}; they must be alike.")
     how = kernel, gradient, interpret
-    return _matmul(how, *vary_alike((rows, w_GDF, group_sizes_G)))
+    w8 = Tiled(*map(made_once, quantize(lax.stop_gradient(w_GDF), _SQUARE)))
+    w8_GFD = Tiled(*(made_once(part.swapaxes(1, 2)) for part in w8)) if _multiplies(how, rows.dtype) else None
+    return _matmul(how, *vary_alike((rows, w_GDF, w8, w8_GFD, group_sizes_G)))
 
 
 _How = tuple[Kernel, Kernel | None, bool]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(how: _How, rows: Array, w_GDF: Array, sizes_G: Array | None) -> Array:
-    return _matmul_fwd(how, rows, w_GDF, sizes_G)[0]
+def _matmul(
+    how: _How, rows: Array, w_GDF: Array, w8: Tiled, w8_GFD: Tiled | None, sizes_G: Array | None
+) -> Array:
+    return _matmul_fwd(how, rows, w_GDF, w8, w8_GFD, sizes_G)[0]
 
 
-def _matmul_fwd(how: _How, rows: Array, w_GDF: Array, sizes_G: Array | None):
-    rows8, w8 = quantize(_in_groups(rows, sizes_G), _ROW), quantize(w_GDF, _SQUARE)
-    if _multiplies(how, rows.dtype):
-        y = _scaled(how, sizes_G, rows8, Tiled(*(part.swapaxes(1, 2) for part in w8)), rows.dtype)
+def _matmul_fwd(how: _How, rows: Array, w_GDF: Array, w8: Tiled, w8_GFD: Tiled | None, sizes_G: Array | None):
+    del w_GDF  # the gradient's
+    rows8 = quantize(_in_groups(rows, sizes_G), _ROW)
+    if w8_GFD is not None:
+        y = _scaled(how, sizes_G, rows8, w8_GFD, rows.dtype)
     else:
         exact = _exact(rows.dtype)
         y = _ordinary(how, sizes_G, dequantize(rows8, _ROW, exact), dequantize(w8, _SQUARE, exact))
@@ -108,7 +114,7 @@ def _matmul_bwd(how: _How, saved: tuple[Tiled, Tiled, Array | None], dy: Array):
         d_rows = _scaled(how, sizes_G, quantize(dy, _ROW), w8, dy.dtype)
     else:
         d_rows = pull(_rounded(dy, _ROW, exact))[0]
-    return d_rows.astype(dy.dtype), d_w.astype(dy.dtype), None
+    return d_rows.astype(dy.dtype), d_w.astype(dy.dtype), None, None, None
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)

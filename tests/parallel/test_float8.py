@@ -15,6 +15,7 @@ from dualpipe_jax.parallel import check_float8, combine, dispatch, expert_matmul
 from dualpipe_jax.parallel.float8 import decode, dequantize, encode, quantize
 from dualpipe_jax.parallel.float8_matmul import float8_matmul
 from dualpipe_jax.split import split_backward
+from dualpipe_jax.split.hoist import hoist
 from tests.parallel import expert_layers
 from tests.parallel.expert_layers import K, on_devices
 from tests.quick import ALIKE
@@ -383,6 +384,22 @@ def test_what_float16_cannot_hold_rounded_is_multiplied_all_the_same():
     y = jax.jit(float8_matmul)(x, np.full((1, 2, 3), 0.25, np.float16))
     assert y.dtype == np.float16
     np.testing.assert_array_equal(y, np.full((1, 1, 3), 16384))
+
+
+@pytest.mark.parametrize("kernel, read_turned_over", [("plain", False), ("hopper", True)])
+def test_a_step_rounds_matrices_once(kernel, read_turned_over):
+    """And not each microbatch again, forward and backward."""
+    x, w, _ = (jnp.asarray(a, jnp.bfloat16) for a in operands(6 * MATRICES))
+    multiply = functools.partial(float8_matmul, kernel=kernel, interpret=True)
+    hoisted = hoist(lambda p, x: multiply(x, p), w, x.reshape(MATRICES, 6, D))
+    made = {(value.shape, value.dtype.name) for value in hoisted.values}
+    kept, turned = (MATRICES, D, F), (MATRICES, F, D)
+    eight_bits = {shape for shape, dtype in made if dtype == "float8_e4m3fn"}
+    assert eight_bits == ({kept, turned} if read_turned_over else {kept})
+    assert {dtype for _, dtype in made} == {"float8_e4m3fn", "float32"}
+    rounded = hoisted.prelude(w)
+    for value, by_loop in zip(rounded[0], w, strict=True):
+        np.testing.assert_array_equal(value, by_loops(np.asarray(by_loop, np.float32), SQUARE)[0])
 
 
 @pytest.mark.parametrize("equal", [True, False])
