@@ -8,12 +8,14 @@ Shape suffixes: B rows, S new tokens of a row, K positions of a row's table, P b
 of a position.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from dualpipe_jax.arguments import typechecked
 from models.config import Config
@@ -98,3 +100,16 @@ def read(cache: Array, layer: int, tables: Array | np.ndarray, until_B: Array) -
     found_BKX = blocks.reshape(blocks.shape[0], -1, X)
     before_BK = jnp.arange(found_BKX.shape[1], dtype=jnp.int32) < until_B[:, None]
     return jnp.where(before_BK[..., None], found_BKX, 0), before_BK
+
+
+@functools.cache
+def put_block(sharding: Any) -> Callable[[Array, int, np.ndarray], Array]:
+    """A function that writes a block into a cache of this sharding, in place."""
+    put = functools.partial(lax.dynamic_update_index_in_dim, axis=1)
+    return jax.jit(lambda cache, block, new: put(cache, new, block), donate_argnums=0, out_shardings=sharding)
+
+
+@jax.jit
+def get_block(cache: Array, block: int) -> Array:
+    """Return one block of all layers, [layers, block_size, X]."""
+    return lax.dynamic_index_in_dim(cache, block, axis=1, keepdims=False)

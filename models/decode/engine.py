@@ -2,11 +2,10 @@
 
 A step is begun before what the last one came to is read: devices know it themselves, see ``models.decode.running``, and
 never wait for the host. A program is compiled when a text first gets as long as it is for: ``Limits.table_sizes``, or
-all by ``Engine.compile``. What a device computes is in ``models.decode.steps``, who sits where in
-``models.decode.seats``; here is what a step does.
+all by ``Engine.compile``. What a device computes is in ``models.decode.steps``, what it is given in
+``models.decode.given``, who sits where in ``models.decode.seats``; here is what a step does.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,14 +20,14 @@ from numpy.typing import ArrayLike
 from dualpipe_jax.functional import Tree
 from dualpipe_jax.parallel import EP
 from models.decode import experts
-from models.decode.cache import Rows
+from models.decode.cache import Rows, get_block, put_block
+from models.decode.given import Chunks, Sent, is_scored, sampling
 from models.decode.halves import Piece, fixed_cost, halve
 from models.decode.kept import KeptBlocks, PrefixFolder, identity
 from models.decode.model import Decoder
 from models.decode.programs import ROWS, programs
 from models.decode.requests import STEPS_ON_GPU, Completion, Limits, SamplingParams, check_request
-from models.decode.running import NUM_STOPS, Begun, no_stops, of_step
-from models.decode.sampling import Sampling
+from models.decode.running import of_step
 from models.decode.scores import Score
 from models.decode.seats import Request, Seats
 from models.decode.steps import Decoded, Prefilled
@@ -128,7 +127,7 @@ class Engine:
         # Of steps that were begun: what is to be done when they are over, and what they counted.
         self._unread: list[Callable[[], None]] = []
         self._uncounted: list[Array] = []
-        self._sent = _Sent(here if mesh is None else NamedSharding(mesh, ROWS))
+        self._sent = Sent(here if mesh is None else NamedSharding(mesh, ROWS))
         self._ended: list[Completion] = []
         num_rows = self.config.num_moe_layers + self.config.num_mtp_layers
         self._totals = np.zeros((num_rows, self.config.num_experts), np.int64)
@@ -285,7 +284,7 @@ class Engine:
             found = self._kept.read(key) if self._kept else None
             if found is None:
                 break
-            self._cache = _put_block(self._cache.sharding)(self._cache, block, found)
+            self._cache = put_block(self._cache.sharding)(self._cache, block, found)
             filled += 1
         self._seats.blocks.remember(blocks[:filled], keys)
         return filled
@@ -294,7 +293,7 @@ class Engine:
         self._seats.blocks.remember(blocks, keys)
         for block, key in zip(blocks, keys, strict=False):
             if self._kept and self._kept.wants(key):
-                self._kept.write(key, _get_block(self._cache, block))
+                self._kept.write(key, get_block(self._cache, block))
 
     def _take_in(
         self,
@@ -303,43 +302,28 @@ class Engine:
         fresh: bool | None = None,
         draws: bool = False,
     ) -> None:
-        size = self.limits.chunk_size
-        tokens = np.zeros((len(pieces), size), np.int32)
-        starts, lengths = np.zeros((2, len(pieces)), np.int32)
-        follow = np.full(len(pieces), -1, np.int32)
-        requests = [None if taken is None else taken[0] for taken in pieces]
-        for row, taken in enumerate(pieces):
-            if taken is not None:
-                request, (_, start, length) = taken
-                end = start + length
-                tokens[row, :length] = request.prompt[start:end]
-                starts[row], lengths[row] = start, length
-                follow[row] = request.prompt[end] if end < len(request.prompt) else -1
+        chunks = Chunks.of(pieces, self.limits.chunk_size)
+        requests, starts, lengths = chunks.requests, chunks.starts, chunks.lengths
         tables = self._seats.tables(requests, max(num_positions, int(np.max(starts + lengths))))
-        over = [
-            r is not None and starts[row] + lengths[row] == len(r.prompt) for row, r in enumerate(requests)
-        ]
-        scored = [_is_scored(r, ends=ends) for r, ends in zip(requests, over, strict=True)]
-        programs = self._programs[any(scored)]
+        programs = self._programs[chunks.are_scored]
         if fresh is None:  # prompts that all begin: attention's own kernel reads no cache
             fresh = self._has_kernel and not starts.any()
         (out, self._running), counts, self._cache = (programs.prefill_fresh if fresh else programs.prefill)(
             self._weights,
             self._cache,
             (
-                Rows(tokens, starts, lengths, tables),
-                follow,
-                _sampling(requests, draws),
+                Rows(chunks.tokens, starts, lengths, tables),
+                chunks.follow,
+                sampling(requests, draws),
                 self._running,
-                self._begun([r if ends else None for r, ends in zip(requests, over, strict=True)]),
+                chunks.begun(self._seats, self._own_limits.max_requests),
             ),
         )
         self._uncounted.append(counts)
-        for row, taken in enumerate(pieces):
-            if taken is not None:  # of two halves the second is later
-                request, (_, start, length) = taken
-                request.num_cached = start + length
-                request.num_unread += int(over[row])
+        for row, request in enumerate(requests):
+            if request is not None:  # of two halves the second is later
+                request.num_cached = int(starts[row] + lengths[row])
+                request.num_unread += int(chunks.ends[row])
 
         def hear() -> None:
             found = jax.device_get(out._replace(drafts=None))
@@ -349,23 +333,11 @@ class Engine:
                 if request.params.score_prompt:
                     start = starts[row] + 1
                     self._score(request, found, row, 0, request.prompt[start : start + lengths[row]].tolist())
-                if over[row]:
+                if chunks.ends[row]:
                     self._receive(request, row, found.tokens[row : row + 1], found, lengths[row] - 1)
 
-        if any(over) or any(scored):
+        if any(chunks.ends) or chunks.are_scored:
             self._unread.append(hear)
-
-    def _begun(self, requests: Sequence[Request | None]) -> Begun:
-        """Where requests sit whose prompts end with the rows of a prefill."""
-        slots, rooms = np.full(len(requests), -1, np.int32), np.zeros(len(requests), np.int32)
-        stops = no_stops(len(requests))
-        for row, request in enumerate(requests):
-            if request is not None:
-                slots[row] = self._seats.slots.index(request) % self._own_limits.max_requests
-                rooms[row] = request.room
-                known = request.params.stop[:NUM_STOPS]
-                stops[row, : len(known)] = known
-        return Begun(slots, rooms, stops)
 
     def _go_on(self, num_positions: int = 0, draws: bool = False) -> None:
         width = 2 if self._drafts else 1
@@ -373,12 +345,12 @@ class Engine:
         for request in filter(None, requests):
             to_come = len(request.tokens) + width * (request.num_unread + self._num_steps) - 1
             num_positions = max(num_positions, min(len(request.prompt) + to_come, request.room))
-        scored = any(_is_scored(request) for request in requests)
+        scored = any(is_scored(request) for request in requests)
         rows = self._sent(
             (
                 np.asarray([request is not None for request in requests]),
                 self._seats.tables(requests, num_positions),
-                _sampling(requests, draws),
+                sampling(requests, draws),
             )
         )
         (out, self._running), counts, self._cache = self._programs[scored].decode(
@@ -469,52 +441,3 @@ class Engine:
     def _count(self, uncounted: Sequence[Array]) -> None:
         for told in map(np.asarray, uncounted):
             self._totals[: told.shape[1]] += told.sum(0, dtype=np.int64)
-
-
-class _Sent:
-    """What a step is given, where the devices have it: most stays as it is for many steps, and is not sent again."""
-
-    def __init__(self, sharding: Any):
-        self._sharding = sharding
-        self._given: Tree = None
-        self._there: Tree = None
-
-    def __call__(self, given: Tree) -> Tree:
-        new, old = jax.tree.leaves(given), jax.tree.leaves(self._given)
-        if len(new) != len(old) or not all(map(np.array_equal, new, old)):
-            self._given, self._there = given, jax.tree.map(self._send, given)
-        return self._there
-
-    def _send(self, leaf: np.ndarray) -> Array:
-        return jax.make_array_from_callback(leaf.shape, self._sharding, leaf.__getitem__)
-
-
-@functools.cache
-def _put_block(sharding: Any) -> Callable[[jax.Array, int, np.ndarray], jax.Array]:
-    """A function that writes a block into a cache of this sharding, in place."""
-    put = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=1)
-    return jax.jit(lambda cache, block, new: put(cache, new, block), donate_argnums=0, out_shardings=sharding)
-
-
-@jax.jit
-def _get_block(cache: jax.Array, block: int) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(cache, block, axis=1, keepdims=False)
-
-
-def _is_scored(request: Request | None, *, ends: bool = True) -> bool:
-    """Whether a request wants scores of a step, in which its prompt ``ends``, or had."""
-    if request is None or request.params.likeliest is None:
-        return False
-    return ends or request.params.score_prompt
-
-
-def _sampling(requests: Sequence[Request | None], draws: bool) -> Sampling | None:
-    """How rows choose; None if all take the likeliest token, unless a program that ``draws`` is to be compiled."""
-    params = [SamplingParams() if request is None else request.params for request in requests]
-    if not draws and not any(p.temperature for p in params):
-        return None
-    return Sampling(
-        np.asarray([p.temperature for p in params], np.float32),
-        np.asarray([p.top_p for p in params], np.float32),
-        np.asarray([p.seed for p in params], np.uint32),
-    )

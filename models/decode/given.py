@@ -1,0 +1,106 @@
+"""What the host gives a step: which tokens of prompts its rows take in, where they sit, and how rows choose."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+from dualpipe_jax.functional import Tree
+from models.decode.halves import Piece
+from models.decode.requests import SamplingParams
+from models.decode.running import NUM_STOPS, Begun, no_stops
+from models.decode.sampling import Sampling
+from models.decode.seats import Request, Seats
+
+
+class Chunks(NamedTuple):
+    """Pieces of prompts, a row each.
+
+    Attributes:
+      requests: whose they are; None for a row without.
+      tokens: int32 [B, S], zeros beyond a row's length.
+      starts: int32 [B], the position of a row's first token.
+      lengths: int32 [B], how many tokens a row has.
+      follow: int32 [B], the prompt's token behind the piece; -1 where it ends there.
+      ends: whether its prompt ends with a row.
+    """
+
+    requests: list[Request | None]
+    tokens: np.ndarray
+    starts: np.ndarray
+    lengths: np.ndarray
+    follow: np.ndarray
+    ends: list[bool]
+
+    @classmethod
+    def of(cls, pieces: Sequence[tuple[Request, Piece] | None], size: int) -> "Chunks":
+        """The rows of the pieces, None among them, each ``size`` tokens wide."""
+        tokens = np.zeros((len(pieces), size), np.int32)
+        starts, lengths = np.zeros((2, len(pieces)), np.int32)
+        follow = np.full(len(pieces), -1, np.int32)
+        ends = [False] * len(pieces)
+        for row, taken in enumerate(pieces):
+            if taken is not None:
+                request, (_, start, length) = taken
+                end = start + length
+                tokens[row, :length] = request.prompt[start:end]
+                starts[row], lengths[row], ends[row] = start, length, end == len(request.prompt)
+                if not ends[row]:
+                    follow[row] = request.prompt[end]
+        return cls([taken and taken[0] for taken in pieces], tokens, starts, lengths, follow, ends)
+
+    @property
+    def are_scored(self) -> bool:
+        """Whether anyone asks how likely tokens are of which these rows tell."""
+        return any(is_scored(r, ends=ends) for r, ends in zip(self.requests, self.ends, strict=True))
+
+    def begun(self, seats: Seats, size: int) -> Begun:
+        """Where requests sit whose prompts end here; a device has ``size`` slots."""
+        slots, rooms = np.full(len(self.requests), -1, np.int32), np.zeros(len(self.requests), np.int32)
+        stops = no_stops(len(self.requests))
+        for row, request in enumerate(self.requests):
+            if request is not None and self.ends[row]:
+                slots[row] = seats.slots.index(request) % size
+                rooms[row] = request.room
+                known = request.params.stop[:NUM_STOPS]
+                stops[row, : len(known)] = known
+        return Begun(slots, rooms, stops)
+
+
+def is_scored(request: Request | None, *, ends: bool = True) -> bool:
+    """Whether a request wants scores of a step, in which its prompt ``ends``, or had."""
+    if request is None or request.params.likeliest is None:
+        return False
+    return ends or request.params.score_prompt
+
+
+def sampling(requests: Sequence[Request | None], draws: bool) -> Sampling | None:
+    """How rows choose; None if all take the likeliest token, unless a program that ``draws`` is to be compiled."""
+    params = [SamplingParams() if request is None else request.params for request in requests]
+    if not draws and not any(p.temperature for p in params):
+        return None
+    return Sampling(
+        np.asarray([p.temperature for p in params], np.float32),
+        np.asarray([p.top_p for p in params], np.float32),
+        np.asarray([p.seed for p in params], np.uint32),
+    )
+
+
+class Sent:
+    """What a step is given, where the devices have it: most stays as it is for many steps, and is not sent again."""
+
+    def __init__(self, sharding: Any):
+        self._sharding = sharding
+        self._given: Tree = None
+        self._there: Tree = None
+
+    def __call__(self, given: Tree) -> Tree:
+        new, old = jax.tree.leaves(given), jax.tree.leaves(self._given)
+        if len(new) != len(old) or not all(map(np.array_equal, new, old)):
+            self._given, self._there = given, jax.tree.map(self._send, given)
+        return self._there
+
+    def _send(self, leaf: np.ndarray) -> Array:
+        return jax.make_array_from_callback(leaf.shape, self._sharding, leaf.__getitem__)
