@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from dualpipe_jax.installing import install_command
 from train.data.errors import DataError
-from train.data.records import is_records, read_records
+from train.data.records import SAVED, is_records, read_records
 from train.data.remote import is_url, open_filesystem
 
 T = TypeVar("T")
@@ -197,6 +197,10 @@ def _lines(piece: Piece, key: str, bad: Callable[[DataError], None]) -> Iterator
             line = file.readline()
             if not line:
                 return
+            if not at and not json.detect_encoding(line).startswith("utf-8"):
+                raise DataError(
+                    f"--data: {url}: is {json.detect_encoding(line).upper()}, must be UTF-8: write it anew"
+                )
             if line.strip():
                 try:
                     text = _field(line, key, f"{url}, byte {at}")
@@ -296,6 +300,11 @@ def _list(filesystem: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, info in filesystem.find(path, detail=True).items():
         if any(part.startswith(".") for part in name[len(path) :].split("/")):
             continue
+        if name.endswith(f"/{SAVED}"):
+            raise DataError(
+                f"--data {path}: holds a data set, whose files are no documents: name {name.removesuffix(f'/{SAVED}')} "
+                "and what else is to be read, each by itself"
+            )
         if info.get("islink"):
             with _readable(name):
                 info = filesystem.info(name)  # of what it leads to, which may change

@@ -18,6 +18,8 @@ from train.data.streams import DocumentStream
 from train.data.vocabulary import Vocabulary, is_text
 
 ARRAY_RECORD = (".array_record", ".arrayrecord")
+SAVED = "dataset_info.json"
+"""The file that a set which ``datasets`` saved has beside its records."""
 BATCH = 1024
 """Documents that are measured at once."""
 
@@ -33,9 +35,9 @@ class Records(Protocol):
 def is_records(path: Path) -> bool:
     """Whether a path is an ArrayRecord file or a set that ``datasets`` saved. Raises DataError for several sets."""
     if (path / "dataset_dict.json").is_file():
-        inside = ", ".join(sorted(str(info.parent) for info in path.glob("*/dataset_info.json")))
+        inside = ", ".join(sorted(str(info.parent) for info in path.glob(f"*/{SAVED}")))
         raise DataError(f"--data {path}: holds several data sets; name those to be read: {inside}")
-    return path.suffix in ARRAY_RECORD or (path / "dataset_info.json").is_file()
+    return path.suffix in ARRAY_RECORD or (path / SAVED).is_file()
 
 
 def open_records(path: Path, vocabulary: Vocabulary) -> Source:
@@ -101,7 +103,11 @@ class _Dataset:
             raise DataError(
                 f"--data {path}: needs Hugging Face's datasets: {install_command('datasets')}"
             ) from None
-        self._rows: Any = datasets.load_from_disk(str(path))
+        try:
+            self._rows: Any = datasets.load_from_disk(str(path))
+        except Exception as error:  # its readers fail in any way
+            why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise DataError(f"--data: cannot read {path}: it is damaged or no data set: {why}") from None
         if key not in self._rows.column_names:
             raise DataError(
                 f"--data {path}: no column {key!r}; there are {', '.join(self._rows.column_names)}"

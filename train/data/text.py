@@ -8,6 +8,7 @@ from pathlib import Path
 
 from train.data.errors import DataError
 from train.data.inputs import COMPRESSED, Piece, documents, kind_of
+from train.data.records import SAVED
 from train.data.vocabulary import is_text
 
 SHOWN = 10
@@ -98,6 +99,8 @@ def is_hidden(path: Path) -> bool:
 
 
 def _of_file(path: Path) -> list[bytes]:
+    if path.with_name(SAVED).is_file():
+        raise DataError(f"--data: {path} is a part of a data set: name the set, {path.parent}, to read it")
     kind = kind_of(str(path))
     if kind == "text" and path.suffix not in COMPRESSED:
         try:

@@ -101,6 +101,10 @@ def check(options: Options) -> None:
         raise DataError(f"--held-out {options.held_out}: must be between 0 and 1, both left out")
     if options.near_duplicates is not None and not 0 < options.near_duplicates <= 1:
         raise DataError(f"--near-duplicates {options.near_duplicates}: must be above 0 and at most 1")
+    if options.sql is not None and options.skip_bad:
+        raise DataError(
+            f"--skip-bad {options.skip_bad}: with --sql DuckDB reads lines, and leaves none out; leave out --skip-bad"
+        )
     if options.ray is not None and options.workers is not None:
         raise DataError(
             f"--workers {options.workers}: with --ray the cluster's cores are the workers; leave one out"

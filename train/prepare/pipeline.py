@@ -192,19 +192,22 @@ def _finished(out: str, job: dict[str, Any]) -> Manifest | None:
 def _claim(work: Folder, job: dict[str, Any], out: str) -> None:
     """Note what is being made. Raises DataError if something else is half done there."""
     there = read_json(work, JOB)
-    if there is None:
-        names = [Path(name).name for name in (work.ls("", detail=False) if work.exists("") else ())]
-        if others := sorted(name for name in names if name != LOCK and not is_partial(name)):
-            raise DataError(
-                f"--work {url_of(work)}: is removed at the end, and holds {others[0]}, which is none of a "
-                "preparation's; name a folder of its own"
-            )
-        write_json(work, JOB, job)
-    elif there != job:
+    if there == job:
+        return
+    names = [Path(name).name for name in (work.ls("", detail=False) if work.exists("") else ())]
+    others = sorted(name for name in names if name not in (JOB, LOCK) and not is_partial(name))
+    if there is None and others:
+        raise DataError(
+            f"--work {url_of(work)}: is removed at the end, and holds {others[0]}, which is none of a "
+            "preparation's; name a folder of its own"
+        )
+    if others:
         raise DataError(
             f"{out}: a preparation of other data or options is half done: {_difference(there, job)}; give the same "
             f"again to go on with it, or remove {url_of(work)}"
         )
+    # Also over another's that failed before anything was made, as with a wrong --text-key.
+    write_json(work, JOB, job)
 
 
 def _difference(there: dict[str, Any], job: dict[str, Any]) -> str:

@@ -9,7 +9,8 @@ from train.data import DataError
 from train.data.inputs import File
 from train.prepare.files import partial
 
-_READERS = {"parquet": "read_parquet", "lines": "read_ndjson"}
+_UNREAD = (".bz2", ".xz", ".parquet.gz", ".parquet.zst")
+"""Files that others read and DuckDB does not."""
 
 
 def select(files: Sequence[File], query: str, key: str, work: Path, threads: int) -> Path:
@@ -23,21 +24,26 @@ def select(files: Sequence[File], query: str, key: str, work: Path, threads: int
     except ModuleNotFoundError:
         raise DataError(f"--sql: needs DuckDB: {install_command('duckdb')}") from None
     kinds = {file.kind for file in files}
-    strange = [file.url for file in files if not file.url.startswith("file://")]
-    if len(kinds) > 1 or not kinds <= _READERS.keys() or strange:
+    strange = [file.url for file in files if not file.url.startswith("file://") or file.url.endswith(_UNREAD)]
+    if kinds not in ({"parquet"}, {"lines"}) or strange:
         raise DataError(
-            f"--sql: needs Parquet files alone or JSONL files alone, on this machine; got "
-            f"{', '.join(sorted(kinds))}{' from ' + strange[0] if strange else ''}"
+            "--sql: needs Parquet files alone or JSONL files alone, these as they are, .gz or .zst, on this machine; "
+            f"got {', '.join(sorted(kinds))}{' from ' + strange[0] if strange else ''}"
         )
     result = work / "query.parquet"
     part = result.with_name(partial(result.name))
     if result.exists():
         return result
-    names = ", ".join(_quoted(glob.escape(file.url.removeprefix("file://"))) for file in files)
+    names = [glob.escape(file.url.removeprefix("file://")) for file in files]
     with duckdb.connect(config={"threads": threads, "temp_directory": str(work / "duckdb")}) as connection:
         try:
             connection.execute("SET preserve_insertion_order = false")
-            connection.execute(f"CREATE VIEW documents AS SELECT * FROM {_READERS[kinds.pop()]}([{names}])")
+            # Columns are those of the files alone: a folder's name=value would win over the column of that name.
+            if kinds == {"parquet"}:
+                table = connection.read_parquet(names, hive_partitioning=False)
+            else:
+                table = connection.read_json(names, format="newline_delimited", hive_partitioning=False)
+            table.create_view("documents")
             rows = connection.sql(query)
             columns = {} if rows is None else dict(zip(rows.columns, map(str, rows.types), strict=True))
             if columns.get(key) != "VARCHAR":
@@ -51,7 +57,3 @@ def select(files: Sequence[File], query: str, key: str, work: Path, threads: int
             raise DataError(f"--sql: {' '.join(str(error).split())}") from None
     part.replace(result)
     return result
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("'", "''") + "'"

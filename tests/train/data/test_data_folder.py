@@ -108,6 +108,30 @@ def test_what_is_not_utf8_is_read_as_it_is(tmp_path, kind):
     assert sorted(found) == sorted(texts) and skipped == []
 
 
+def test_the_files_of_a_data_set_are_no_documents(tmp_path):
+    """Below a folder it is to be named: the trainer leaves it out, a preparation ends."""
+    inside = tmp_path / "deep" / "set"
+    inside.mkdir(parents=True)
+    (tmp_path / "note.txt").write_text("a note")
+    for name in ("dataset_info.json", "state.json"):
+        (inside / name).write_text("{}")
+    documents, skipped = read_documents([tmp_path])
+    assert documents == [b"a note"]
+    part = f"is a part of a data set: name the set, {inside}, to read it"
+    assert skipped == [f"{inside / name} {part}" for name in ("dataset_info.json", "state.json")]
+    with pytest.raises(
+        DataError, match=f"holds a data set, .*: name {inside} and what else is to be read, each"
+    ):
+        prepare(tmp_path / "out", [tmp_path])
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be", "utf-32"])
+def test_lines_of_another_encoding_are_not_left_out_one_by_one(encoding, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n', encoding=encoding)
+    with pytest.raises(DataError, match=r"a.jsonl: is UTF-.*, must be UTF-8: write it anew$"):
+        prepare(tmp_path / "out", [tmp_path / "a.jsonl"], skip_bad=9)
+
+
 def test_of_many_the_first_ten_are_named(tmp_path):
     for number in range(13):
         (tmp_path / f"{number:02}.txt").write_bytes(b"\0")

@@ -1,5 +1,6 @@
 """Several sources in their proportions; records and data sets; places that are not files; what nearly repeats."""
 
+import gzip
 import http.server
 import json
 import random
@@ -10,6 +11,8 @@ import uuid
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tests.train.prepare.test_data_prepare import prepare, write_lines
@@ -239,6 +242,17 @@ def test_rows_of_a_data_set_that_are_no_text(tmp_path):
             use([tmp_path / "both"])
 
 
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("broken", ["state.json", "data-00000-of-00001.arrow"])
+def test_a_damaged_data_set_is_named(broken, tmp_path):
+    path = make_dataset(tmp_path, [f"row {number}" for number in range(20)])
+    for content in (b"{}", None):
+        (path / broken).unlink() if content is None else (path / broken).write_bytes(content)
+        for use in (open_corpus, lambda paths: prepare(tmp_path / "out", paths)):
+            with pytest.raises(DataError, match="cannot read .*set: it is damaged or no data set: "):
+                use([path])
+
+
 def test_a_damaged_array_record_is_named(tmp_path):
     path = make_array_record(tmp_path, ["row"] * 20)
     content = path.read_bytes()
@@ -300,6 +314,37 @@ def test_a_query_as_it_is_written_elsewhere(query, tmp_path):
     assert made.origin["documents"] == 3
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet"])
+def test_columns_are_those_of_the_files_and_not_of_their_folders(name, tmp_path):
+    pytest.importorskip("duckdb")
+    folder = tmp_path / "text=other"
+    folder.mkdir()
+    if name == "a.jsonl":
+        write_lines(folder / name, ["a", "b", "c"])
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["a", "b", "c"]}), folder / name)
+    made = prepare(tmp_path / "out", [folder / name], sql="SELECT text FROM documents")
+    assert made.origin["documents"] == 3
+
+
+def test_a_query_over_files_that_duckdb_does_not_read(tmp_path):
+    """Packed otherwise they are refused by name; a line that is not JSON is told without the list of all files."""
+    pytest.importorskip("duckdb")
+    query, rows = "SELECT text FROM documents", write_lines(tmp_path / "a.jsonl", ["a", "b", "c"])
+    for ending in (".bz2", ".xz"):
+        packed = tmp_path / f"a.jsonl{ending}"
+        packed.write_bytes(b"")
+        needed = f"--sql: needs .* JSONL files alone, these as they are, .gz or .zst, .* got lines from .*{ending}$"
+        with pytest.raises(DataError, match=needed):
+            prepare(tmp_path / "packed", [packed], sql=query)
+    packed = tmp_path / "a.jsonl.gz"
+    packed.write_bytes(gzip.compress(rows.read_bytes()))
+    assert prepare(tmp_path / "out", [packed], sql=query).origin["documents"] == 3
+    rows.write_text('{"text": "a"}\n{not\n')
+    with pytest.raises(DataError, match=r'--sql: .*a\.jsonl".* line [23]: unexpected character\.$'):
+        prepare(tmp_path / "bad", [rows], sql=query)
+
+
 def test_a_query_reads_the_file_that_was_named(tmp_path):
     """And not those that its name stands for as a pattern."""
     pytest.importorskip("duckdb")
@@ -330,7 +375,6 @@ class Server(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    pytest.importorskip("aiohttp")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         server.content = b"".join(b'{"text": "<a href=\'b.jsonl\'>%d</a>"}\n' % n for n in range(20))

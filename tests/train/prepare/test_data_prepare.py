@@ -404,6 +404,13 @@ def test_half_done_work_of_other_options_or_processes_is_not_mixed_in(tmp_path, 
         prepare(out, data, min_bytes=5)
 
 
+def test_where_nothing_was_made_other_options_go_on(tmp_path):
+    data, out = [write_lines(tmp_path / "a.jsonl", texts(30))], tmp_path / "out"
+    with pytest.raises(DataError, match="no field 'body'"):
+        prepare(out, data, text_key="body")
+    assert prepare(out, data).origin["documents"] == 30
+
+
 def test_shards_that_another_out_has_are_made_again(tmp_path, monkeypatch):
     """With one --work for two OUTs; or where OUT was removed meanwhile."""
     data, real = [write_lines(tmp_path / "a.jsonl", texts(60))], pipeline.tokenise
@@ -638,6 +645,7 @@ REFUSED = {
     "protocol": (["--data", "nope://x/y"], "nope://x/y: Protocol not known: nope"),
     "ray and workers": (["--data", "rows.jsonl", "--ray", "auto", "--workers", "2"], "--workers 2: with --ray the"),
     "ray and check": (["--check", "--ray", "auto"], "--check: reads on this machine alone; leave out --ray"),
+    "sql and bad lines": (["--data", "rows.jsonl", "--sql", "q", "--skip-bad", "5"], "leaves none out; leave out"),
     "sql elsewhere": (["--data", "rows.jsonl", "--sql", "q", "--work", "memory://w"], "--work, which must be a folder"),
     "not prepared": (["--check"], "cannot read manifest.json: No such file or directory; it is written last"),
 }  # fmt: skip
