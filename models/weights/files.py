@@ -7,6 +7,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator
+from operator import index
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +61,7 @@ class Folder:
     def _add(self, file: Path) -> None:
         try:
             header, data = read_header(file)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             self.complaints.append(f"{file.name}: {error}")
             return
         size = file.stat().st_size
@@ -68,9 +69,9 @@ class Folder:
             if name == "__metadata__":
                 continue
             try:
-                stored = Stored(file, data + about["data_offsets"][0], about["dtype"], tuple(about["shape"]))
-                end = data + about["data_offsets"][1]
-            except (KeyError, TypeError, IndexError):
+                start, end = (data + index(offset) for offset in about["data_offsets"])
+                stored = Stored(file, start, str(about["dtype"]), tuple(map(index, about["shape"])))
+            except (KeyError, TypeError, ValueError):
                 self.complaints.append(f"{name}: {file.name} describes it as {about!r}")
                 continue
             if name in self.tensors:

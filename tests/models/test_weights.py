@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -277,6 +278,26 @@ def test_cut_off_and_missing_files_are_named(tmp_path):
     assert f"cut off, it ends at byte {files[1].stat().st_size + 10} of the" in message
     assert f"{files[2].name}: cut off or no safetensors: 20 bytes" in message
     assert f"{files[3].name}: Expecting value" in message
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"data_offsets": [0.0, 64.0]},
+        {"data_offsets": [0]},
+        {"shape": "abc"},
+        {"shape": [16.0]},
+        {"dtype": ["F32"]},
+    ],
+)
+def test_headers_that_are_no_description_are_said(tmp_path, about):
+    described = {"model.norm.weight": {"dtype": "F32", "shape": [16], "data_offsets": [0, 64]} | about}
+    write(tmp_path, {"unused": np.zeros(1)})
+    for header in (json.dumps(described), "[" * 200_000):
+        content = struct.pack("<Q", len(header)) + header.encode() + bytes(64)
+        (tmp_path / "model.safetensors").write_bytes(content)
+        told = "model.norm.weight: (model.safetensors describes it as|type)" if "{" in header else "recursion"
+        assert re.search(told, refused(tmp_path))
 
 
 def test_twice_there_is_wrong_too(tmp_path):
