@@ -22,7 +22,7 @@ from models.decode import RequestError, SamplingParams
 from models.decode.text import Text
 from models.serve.errors import Refused
 from models.serve.gate import Gate
-from models.serve.job import Job, Wanted
+from models.serve.job import Job, Wanted, too_late
 from models.serve.limits import HttpLimits
 from models.serve.metrics import Counted, Metrics
 from models.serve.protocol import ChatAsked, CompletionAsked, Prompt, parse
@@ -96,9 +96,13 @@ def make_app(
     async def answer(request: Request, prepare: Prepare) -> "_Answer":
         runner.check_open()
         body = await _body(request, limits)
-        # Tokens are made of text in another thread: a long one takes its time.
-        asked, wanted, shape = await asyncio.to_thread(prepare, body, runner, served, limits)
         seconds = limits.answer_seconds
+        # Tokens are made of text in another thread: a long one, or a chat template, takes its time.
+        try:
+            async with asyncio.timeout(seconds):
+                asked, wanted, shape = await asyncio.to_thread(prepare, body, runner, served, limits)
+        except TimeoutError:
+            raise too_late(seconds) from None
         return _Answer(
             Job(runner, wanted, served.text.decode, asked.stop, seconds, metrics), asked, shape, limits
         )

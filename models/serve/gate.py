@@ -79,8 +79,8 @@ class Gate:
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None, keys: Collection[str] = ()):
-        self._app, self._hosts = app, hosts
-        self._opens = [b"Bearer " + key.encode() for key in keys]
+        self._app, self._hosts = app, None if hosts is None else [host.lower() for host in hosts]
+        self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it."""
@@ -96,10 +96,12 @@ class Gate:
             return Refused(403, f"this server is not {given!r} but {', '.join(self._hosts)}; {others}")
         if origin is not None and _name(origin) != host and _name(origin) not in (self._hosts or ()):
             return Refused(403, f"pages of {origin!r} may not ask here; --allow-host lets them")
-        if self._opens and path.startswith("/v1"):
-            key = headers.get("authorization", "").encode("latin-1")  # the bytes that were sent
-            if not any([secrets.compare_digest(key, opens) for opens in self._opens]):
-                told = f"the request has no key{' of this server' if key else ''}"
+        if self._keys and path.startswith("/v1"):
+            sent = headers.get("authorization", "").encode("latin-1")  # the bytes that were sent
+            scheme, _, key = sent.partition(b" ")
+            ours = any([secrets.compare_digest(key.strip(), one) for one in self._keys])
+            if scheme.lower() != b"bearer" or not ours:
+                told = f"the request has no key{' of this server' if sent else ''}"
                 words = f"{told}: send the header 'Authorization: Bearer KEY'"
                 return Refused(401, words, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return None

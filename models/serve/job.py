@@ -68,6 +68,15 @@ class Until:
         return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stops)), 0)
 
 
+def too_late(seconds: float) -> Refused:
+    """What is said of an answer that takes longer than the server's limit."""
+    return Refused(
+        504,
+        f"the answer took longer than the server's limit of {seconds:g} s: ask for fewer tokens, or again later",
+        code="timeout",
+    )
+
+
 class _Choice:
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], echo: str, watch: Watch):
         self._stream, self._until = Stream(decode), Until(stops)
@@ -210,12 +219,7 @@ class Job:
             async with asyncio.timeout_at(self._deadline):
                 return await self._news.get()
         except TimeoutError:
-            raise Refused(
-                504,
-                f"the answer took longer than the server's limit of {self._seconds:g} s: ask for fewer tokens, or "
-                "again later",
-                code="timeout",
-            ) from None
+            raise too_late(self._seconds) from None
 
     def _raise_for(self, choice: _Choice) -> None:
         completion = choice.completion

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Annotated, ClassVar
+from urllib.parse import urlsplit
 
 from tyro.conf import arg
 
@@ -92,14 +93,13 @@ def start(options: Options) -> int:
     check(options)
     find_devices(options)
     check_share(options)
-    keys = _keys(options)
+    keys, hosts = _keys(options), _hosts(options)
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"--port {options.port}: must be 0 to 65535")
     with _of_address(options):
         bound = bind(options.host, options.port)  # before the weights: it may be taken
     with bound:
         host, port = bound.getsockname()[:2]
-        hosts = (*LOOPBACK, *options.allow_host) if options.host in LOOPBACK else options.allow_host or None
         if options.host not in LOOPBACK:
             lacks = "encryption, so keys can be read on the way" if keys else "key and no encryption"
             say(f"warning: whoever reaches {host} may ask: there is no {lacks}")
@@ -147,7 +147,24 @@ def _keys(options: Options) -> tuple[str, ...]:
         raise ConfigError(
             f"a key is empty: give --api-key a text and {_KEY}, too, or leave both out to let in all"
         )
+    if any(key != key.strip() for key in keys):
+        raise ConfigError(
+            f"a key of --api-key or {_KEY} has white space at an end, which HTTP takes off what is sent: leave it out"
+        )
     return keys
+
+
+def _hosts(options: Options) -> Sequence[str] | None:
+    """The names that requests may be for, None for any. Raises ConfigError for one that no request can be for."""
+    for name in options.allow_host:
+        host = None
+        with contextlib.suppress(ValueError):
+            host = urlsplit(f"//{f'[{name}]' if name.count(':') > 1 else name}").hostname
+        if host != name.lower():
+            raise ConfigError(
+                f"--allow-host {name}: must be a name or an address alone, without http://, a port or brackets"
+            )
+    return (*LOOPBACK, *options.allow_host) if options.host in LOOPBACK else options.allow_host or None
 
 
 def _chat(loaded: Loaded) -> Chat | None:

@@ -274,6 +274,9 @@ def test_only_who_has_a_key_may_ask():
                 assert answer.headers["www-authenticate"] == "Bearer"
                 assert answer.json()["error"]["code"] == "invalid_api_key"
                 assert "send the header 'Authorization: Bearer KEY'" in answer.json()["error"]["message"]
+        for scheme, status in (("bearer", 200), ("BEARER ", 200), ("Basic", 401)):
+            headers = {"authorization": f"{scheme} one"}
+            assert httpx.get(f"{url}/v1/models", headers=headers).status_code == status
         assert httpx.get(f"{url}/health").status_code == httpx.get(f"{url}/metrics").status_code == 200
         ask = openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0)
         with ask as client, pytest.raises(openai.AuthenticationError):

@@ -62,7 +62,7 @@ HERE = ("127.0.0.1", "::1", "localhost")
         (HERE, {"origin": "http://evil.example"}, 403),
         (HERE, {"origin": "null"}, 403),
         (HERE, {"host": "[::1"}, 403),
-        ((*HERE, "models.example"), {"host": "models.example", "origin": "https://models.example"}, 200),
+        ((*HERE, "Models.Example"), {"host": "models.example", "origin": "https://models.EXAMPLE:1"}, 200),
         (None, {"host": "anything.example"}, 200),
         (None, {"host": "anything.example", "origin": "http://evil.example"}, 403),
     ],
@@ -81,7 +81,7 @@ def gates():
     """A server for each set of hosts."""
     with (
         running(Slow(), hosts=HERE) as (here, _, _),
-        running(Slow(), hosts=(*HERE, "models.example")) as (more, _, _),
+        running(Slow(), hosts=(*HERE, "Models.Example")) as (more, _, _),
         running(Slow()) as (any_host, _, _),
     ):
-        yield {HERE: here, (*HERE, "models.example"): more, None: any_host}
+        yield {HERE: here, (*HERE, "Models.Example"): more, None: any_host}

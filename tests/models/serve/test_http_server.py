@@ -329,6 +329,19 @@ def test_who_leaves_is_cancelled_waiting_or_not():
         assert len(slow.cancelled) == 2
 
 
+def test_a_chat_template_that_takes_too_long_is_not_waited_for():
+    wait = threading.Event()
+    ask = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+    with running(Slow(), limits=HttpLimits(answer_seconds=0.2), chat=lambda messages: wait.wait(LONG)) as (
+        url,
+        _,
+        _,
+    ):
+        answer = httpx.post(f"{url}/v1/chat/completions", json=ask, timeout=LONG)
+        wait.set()
+    assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+
+
 def test_an_answer_that_takes_too_long_is_ended():
     slow = Slow()
     message = "the answer took longer than the server's limit of 0.2 s: ask for fewer tokens, or again later"

@@ -120,6 +120,23 @@ def test_an_empty_key_does_not_let_in_all(capsys, monkeypatch, words, environmen
     )
 
 
+@pytest.mark.parametrize("key", ["secret\n", " secret"])
+def test_a_key_that_nobody_can_send_is_refused(capsys, monkeypatch, key):
+    monkeypatch.setenv("DUALPIPE_API_KEY", key)
+    assert main(["--port", "0"]) == 2
+    assert (
+        "has white space at an end, which HTTP takes off what is sent: leave it out"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("name", ["https://models.example", "models.example:8000", "[::1]", "a/b", ""])
+def test_a_host_that_no_request_can_be_for_is_refused(capsys, name):
+    assert main(["nowhere", "--port", "0", "--allow-host", "::2", "Models.Example", name]) == 2
+    told = f"--allow-host {name}: must be a name or an address alone, without http://, a port or brackets"
+    assert told in capsys.readouterr().err
+
+
 def nothing():
     raise ConfigError("there is nothing")
 
