@@ -29,6 +29,9 @@ _ERRORS = (
     ("backports.zstd", "ZstdError"),
     ("compression.zstd", "ZstdError"),
     ("aiohttp", "ClientError"),
+    # Of huggingface_hub, for hf://.
+    ("httpx", "HTTPError"),
+    ("httpx2", "HTTPError"),
 )
 _CHANGED = ("mtime", "ETag", "etag", "LastModified", "Last-Modified", "updated")
 """What file systems call it."""

@@ -405,6 +405,17 @@ def test_a_server_that_fails_is_named(server, name, why, tmp_path):
         prepare(tmp_path / "out", [f"{server.url}/{name}"])
 
 
+def test_a_hub_that_cannot_be_reached_is_named(tmp_path, monkeypatch):
+    httpx, fsspec = pytest.importorskip("httpx"), pytest.importorskip("fsspec")
+
+    def info(self, path, **how):
+        raise httpx.ConnectError("Name or service not known")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", info)
+    with pytest.raises(DataError, match="cannot read memory://a.jsonl: Name or service not known"):
+        prepare(tmp_path / "out", ["memory://a.jsonl"])
+
+
 def test_data_elsewhere(tmp_path, monkeypatch):
     """From a file system that is no folder into one, and trained on from there."""
     fsspec = pytest.importorskip("fsspec")
