@@ -74,6 +74,8 @@ def save(
     for file in mine:
         tensors = {source.entry.name: source.read(dtype) for source in file.sources}
         save_file(tensors, path / file.name, metadata={"format": "pt"})
+        # Others read it if they read the folder: safetensors 0.8 leaves it to its owner alone.
+        (path / file.name).chmod(path.stat().st_mode & 0o666)
         done += file.nbytes
         if progress:
             progress(done, total)

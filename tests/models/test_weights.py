@@ -72,6 +72,8 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, dtype, changes):
     weights.save(tmp_path / "out", config, params, dtype=dtype, max_file_bytes=10_000)
     tensors = [load_file(file) for file in (tmp_path / "out").glob("*.safetensors")]
     assert len(tensors) > 3
+    modes = {file.stat().st_mode & 0o777 for file in (tmp_path / "out").iterdir()}
+    assert modes == {(tmp_path / "out").stat().st_mode & 0o666}
     # Selection biases are never narrowed.
     for name, tensor in (pair for file in tensors for pair in file.items()):
         assert tensor.dtype == ("float32" if name.endswith("e_score_correction_bias") else dtype), name
