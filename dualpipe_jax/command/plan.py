@@ -309,12 +309,16 @@ def refusals(choices: Sequence[Choice]) -> Table:
 
 def excluded_words(excluded: Sequence[Excluded]) -> str:
     """How many cases were not compiled, and that their bounds are of a model."""
-    by_why: dict[str, list[float]] = {}
+    by_why: dict[str, list[float | None]] = {}
     for found in excluded:
         by_why.setdefault(found.why, []).append(found.seconds)
+    least = {why: min((s for s in seconds if s is not None), default=None) for why, seconds in by_why.items()}
     counts = ", ".join(
-        f"{len(seconds)} {why}, from {min(seconds):.4g} s on" for why, seconds in by_why.items()
+        f"{len(seconds)} {why}" + ("" if least[why] is None else f", from {least[why]:.4g} s on")
+        for why, seconds in by_why.items()
     )
+    if not any(map(least.get, least)):
+        return f"not timed: {counts}"
     nearest = "as near to their products' time as the nearest that was compiled"
     return f"not compiled, by what steps take at least with bubbles and units {nearest}: {counts}"
 
@@ -324,7 +328,7 @@ def exclusions(excluded: Sequence[Excluded]) -> Table:
     rows = [
         (
             found.plan.schedule_in_words,
-            f"{found.seconds:.4g}",
+            "" if found.seconds is None else f"{found.seconds:.4g}",
             layout_of(found.plan),
             f"{found.plan.num_microbatches} of {found.plan.batch}",
             found.plan.remat,

@@ -44,8 +44,9 @@ class Search:
 
         Args:
           wanted: what plans.
-          whole: compile every case of which a plan may fit; else the one with the least bound first, and none whose
-            bound is not below the shortest step so far. Cases that are timed on this machine have no bounds.
+          whole: compile every case of which a plan may fit, however long it takes; else the one with the least bound
+            first, and none whose bound is not below the shortest step so far. Cases that are timed on this machine have
+            no bounds, and are timed in their order.
 
         Raises:
           CommandError: what the first case cannot have, and the most different one neither, for the same reason word
@@ -55,13 +56,15 @@ class Search:
         wanted, self.unbounded = with_room(self.answers, wanted)
         self.capacity_factor = wanted.base.capacity_factor
         cases, self.choices = planner.cases(wanted, planner.num_devices(self.answers.target))
-        if by_bounds := not whole and not self.answers.target.lower().startswith("cpu:"):
-            self._consider_by_bounds(cases, wanted, shards)
+        if whole:
+            self._clock = Clock(None)
+        if whole or self.answers.target.lower().startswith("cpu:"):
+            self._consider_in_order(cases, wanted, shards)
         else:
-            self._consider_all(cases, wanted, shards)
+            self._consider_by_bounds(cases, wanted, shards)
         self.left = wanted.moves
         while self.left and (better := planner.moved(self.prices, self.choices, cases)) is not None:
-            if by_bounds and not self._clock.lasts(better):
+            if not self._clock.lasts(better):
                 print("no layers are moved between stages: no CPU minutes left", file=sys.stderr)
                 break
             cases.append(better)
@@ -69,15 +72,19 @@ class Search:
             self.left -= 1
         self.left = 0
 
-    def _consider_all(self, cases: Sequence[Case], wanted: Wanted, shards: Sequence[Shard]) -> None:
+    def _consider_in_order(self, cases: Sequence[Case], wanted: Wanted, shards: Sequence[Shard]) -> None:
         for number, case in enumerate(cases, start=1):
             self.left = len(cases) - number + 1
             if vain := planner.cut_in_vain(case, cases, self.answers.layers):
                 self.choices += vain
             elif self._is_told_apart(case.plan, wanted):
+                if number > 1 and not self._clock.lasts(case):
+                    self.excluded.append(Excluded(case.plan, None, _NO_MINUTES))
+                    continue
                 error = self.consider(case, shards, f"case {number} of {len(cases)}")
                 if number == 1:
                     self.answers.raise_if_shared(error, planner.shared(cases[-1].plan, shards[0]))
+                self._say_best()
 
     def _consider_by_bounds(self, cases: Sequence[Case], wanted: Wanted, shards: Sequence[Shard]) -> None:
         self.left = len(cases)
@@ -115,7 +122,7 @@ class Search:
             why = "longer than the best" if longer else _NO_MINUTES
             why += "" if bounds.is_counted(Cut.of(case.plan)) else _NOT_COUNTED
             self.excluded.append(bounds.excluded(case, why))
-        self.excluded.sort(key=lambda found: found.seconds)
+        self.excluded.sort(key=lambda found: found.seconds or 0.0)
 
     def _count_one_of_each(self, bounds: Bounds, wanted: Wanted, shards: Sequence[Shard]) -> None:
         """Count one cut of each way to compute again and to reach experts, so that the work of all is known."""
@@ -212,8 +219,8 @@ class Search:
     ) -> Exception | None:
         """All plans of a case; ``shards`` from the least on. Returns why there are none, if it could not be asked.
 
-        With less shared out than there is probably room for, units are compiled last. Within bounds, once a plan is
-        priced, more are compiled only if they will end in time.
+        With less shared out than there is probably room for, units are compiled last. Once a plan is priced, more are
+        compiled only if they will end in time.
         """
         done: list[Choice] = []
         plans: Sequence[Plan] = case.plans
@@ -234,7 +241,7 @@ class Search:
                 if not planner.worth(plans, done, prices):
                     continue
                 priced = any(not choice.refused for choice in done)
-                if prices and priced and bounds and not self._clock.lasts(case):
+                if prices and priced and not self._clock.lasts(case):
                     least = min(plans, key=prices.ticks)
                     self.excluded.append(Excluded(least, prices.ticks(least), _NO_MINUTES))
                     break

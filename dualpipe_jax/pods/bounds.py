@@ -168,12 +168,12 @@ class Excluded:
 
     Attributes:
       plan: its plan with the least bound, with nothing shared out.
-      seconds: that its step takes at least.
+      seconds: that its step takes at least; None where nobody knows before its units are timed.
       why: it was not compiled.
     """
 
     plan: Plan
-    seconds: float
+    seconds: float | None
     why: str
 
 
@@ -364,12 +364,15 @@ class Bounds:
         return {op: max(large.get(op, 1.0), small.get(op, 1.0)) for op in {*large, *small}}
 
     def seconds(self, case: Case) -> float:
-        return self.excluded(case, "").seconds
+        return self._now(case)[0]
 
     def excluded(self, case: Case, why: str) -> Excluded:
-        counted, factors = self.is_counted(Cut.of(case.plan)), tuple(sorted(self.factors(case.plan).items()))
-        seconds, plan = self._of(case, factors, counted)
+        seconds, plan = self._now(case)
         return Excluded(plan, seconds, why)
+
+    def _now(self, case: Case) -> tuple[float, Plan]:
+        counted, factors = self.is_counted(Cut.of(case.plan)), tuple(sorted(self.factors(case.plan).items()))
+        return self._of(case, factors, counted)
 
     def _least_of(self, cut: Cut) -> Least | None:
         return self._least.get(cut) or self._work.get((cut.dispatch, cut.remat))

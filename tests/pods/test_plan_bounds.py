@@ -381,6 +381,28 @@ def test_cpu_minutes(monkeypatch, minutes, compiled):
     assert [found.why for found in search.excluded] == ["no CPU minutes left"] * (2 - compiled)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("minutes, timed", [(None, 2), (21.0, 2), (20.0, 1), (1.0, 1)])
+def test_cpu_minutes_where_units_are_timed(monkeypatch, capsys, minutes, timed, whole):
+    """Units take nine, a count one: minutes end the search as where units are compiled, unless all are asked for."""
+    used, priced = [0.0], []
+    monkeypatch.setattr(clock, "_minutes", lambda: used[0])
+
+    def ask(plan, compile, title):
+        used[0] += {"nothing": 1.0, "units": 9.0}[compile]
+        if compile == "units":
+            priced.append(plan.schedule)
+        return dataclasses.replace(answer(plan, compile), products={})
+
+    search = asking(ask, minutes, target="cpu:8")
+    search.explore(wanted(), whole=whole)
+    left = 0 if whole else 2 - timed
+    assert len(priced) == 2 - left and "the best so far takes" in capsys.readouterr().err
+    assert [(found.seconds, found.why) for found in search.excluded] == [(None, "no CPU minutes left")] * left
+    assert plan_command.Plan(target="cpu:8").tell(search) == 0
+    assert ("\nnot timed: 1 no CPU minutes left\n" in capsys.readouterr().out) == bool(left)
+
+
 @pytest.mark.parametrize("minutes, compiled", [(30.0, [4, 2]), (29.0, [4, 4])])
 def test_stages_that_are_twice_as_long_are_expected_to_take_twice_as_many_minutes(
     monkeypatch, minutes, compiled
