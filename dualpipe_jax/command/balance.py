@@ -13,7 +13,7 @@ from dualpipe_jax.balance import Layout, Outlook, Placement, balance, outlook, r
 from dualpipe_jax.balance.loads import checked, in_range
 from dualpipe_jax.balance.placement import count_moves, read_placement
 from dualpipe_jax.command.loads import read_loads
-from dualpipe_jax.command.options import CommandError, Count
+from dualpipe_jax.command.options import CommandError, Count, check_files
 from dualpipe_jax.command.output import say_written, show, show_json
 from dualpipe_jax.present.numbers import amount, percent
 from dualpipe_jax.present.table import Table
@@ -68,6 +68,7 @@ class Balance:
             raise CommandError(
                 f"--output {wrong[0]}: end the name in .json for the plan, .svg or .png for a picture"
             )
+        check_files(*self.output)
         if self.windows < 1:
             raise CommandError(f"--windows {self.windows}: give at least 1")
         if not 0 <= self.expert_bytes < math.inf:

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 import tyro
 
-from dualpipe_jax.command.options import CommandError
+from dualpipe_jax.command.options import CommandError, check_files
 from dualpipe_jax.command.output import say_written, show, show_json
 from dualpipe_jax.command.overlap import (
     Files,
@@ -106,10 +106,7 @@ class Dryrun:
             raise CommandError(
                 "--write-costs: nothing is compiled, so there are no times; drop it or --compile"
             )
-        if not self.write_costs.absolute().parent.is_dir():
-            raise CommandError(
-                f"--write-costs {self.write_costs}: there is no folder {self.write_costs.parent}"
-            )
+        check_files(self.write_costs, flag="--write-costs")
 
 
 def _report(found: Answer, rates: Path | None) -> list[str | Table]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dualpipe_jax.command.given import ENTRY, Share
-from dualpipe_jax.command.options import CommandError
+from dualpipe_jax.command.options import CommandError, check_files
 from dualpipe_jax.command.output import in_terminal, say_written
 from dualpipe_jax.present.numbers import number, percent, together
 from dualpipe_jax.present.table import Table
@@ -25,29 +25,29 @@ Chain = Sequence[Link]
 
 
 def format_of(asked: Format | None, json: bool, output: Path | None) -> Format:
-    """What was asked for, or else what the file's name says.
+    """What was asked for, or else what the file's name says. It is asked before the schedule is made.
 
     Raises:
-      CommandError: two formats were asked for.
+      CommandError: two formats were asked for, or a picture for a terminal, or the file cannot be written.
+      ModuleNotFoundError: the file is a picture, and matplotlib is not installed.
     """
+    if output is not None:
+        check_files(output)
     if json and asked not in (None, "json"):
         raise CommandError(f"--json and --format {asked} are two formats; drop either")
     endings: dict[str, Format] = {f".{x}": x for x in ("csv", "json", "trace", "svg", "png", "html")}
     ending = output.suffix.lower() if output else ""
-    return "json" if json else asked or endings.get(ending, "text")
+    form = "json" if json else asked or endings.get(ending, "text")
+    if output is None and form in PICTURES and in_terminal():
+        raise CommandError(f"--format {form} is not for a terminal; add --output FILE.{form}")
+    return form
 
 
-def write(data: bytes, form: Format, output: Path | None) -> None:
-    """Write to the file, and say so on standard error, or to standard output.
-
-    Raises:
-      CommandError: a picture would be written to a terminal.
-    """
+def write(data: bytes, output: Path | None) -> None:
+    """Write to the file, and say so on standard error, or to standard output."""
     if output is not None:
         output.write_bytes(data)
         say_written(output)
-    elif in_terminal() and form in PICTURES:
-        raise CommandError(f"--format {form} is not for a terminal; add --output FILE.{form}")
     else:
         sys.stdout.flush()
         sys.stdout.buffer.write(data)

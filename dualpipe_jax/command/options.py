@@ -2,13 +2,16 @@
 
 import dataclasses
 import functools
+import importlib.util
 import math
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
+from dualpipe_jax.installing import install_command
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, limit_stash
 from dualpipe_jax.schedule.names import SCHEDULES, takes
 from dualpipe_jax.schedule.names import make as make_schedule
@@ -174,6 +177,28 @@ def limit_of(memory_limit: float | None) -> float:
             f"--memory-limit {memory_limit}: give a number above 0, or leave it out for no limit"
         )
     return math.inf if memory_limit is None else memory_limit
+
+
+def check_files(*files: Path, flag: str = "--output") -> None:
+    """Whether files can be written, as far as can be told now: finding what they are to hold may take minutes.
+
+    Raises:
+      CommandError: there is no folder for one, it is a folder, or it may not be written.
+      ModuleNotFoundError: one is a picture, and matplotlib is not installed.
+    """
+    for file in files:
+        folder = file.absolute().parent
+        if not folder.is_dir():
+            raise CommandError(f"{flag} {file}: there is no folder {file.parent}")
+        if file.is_dir():
+            raise CommandError(f"{flag} {file}: is a folder; give the name of a file")
+        if not os.access(file if file.exists() else folder, os.W_OK):
+            raise CommandError(f"{flag} {file}: may not be written here; give the name of another file")
+        if file.suffix.lower() in (".svg", ".png") and importlib.util.find_spec("matplotlib") is None:
+            raise ModuleNotFoundError(
+                f"{flag} {file}: a picture needs matplotlib, which is not installed; run: "
+                + install_command("matplotlib", extra="plot")
+            )
 
 
 def check_size(num_ranks: int, num_microbatches: int, shape: Shape, num_schedules: int = 1) -> None:

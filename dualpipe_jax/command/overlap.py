@@ -1,7 +1,6 @@
 """`dualpipe overlap`: how much of the all-to-alls a target's compiler hides."""
 
 import dataclasses
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -9,9 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import tyro
 
 from dualpipe_jax.command.explain import explained, followed
-from dualpipe_jax.command.options import CommandError, Count
+from dualpipe_jax.command.options import CommandError, Count, check_files
 from dualpipe_jax.command.output import say_written, show, show_json
-from dualpipe_jax.installing import install_command
 from dualpipe_jax.pods.plain import filled, plain
 from dualpipe_jax.pods.plan import Plan, read_plan
 from dualpipe_jax.pods.request import Request
@@ -172,7 +170,10 @@ def study(
         )
     if compiled is not None and not compiled.exists():
         raise CommandError(f"--compiled {compiled}: there is no such file or folder")
-    _check_files(files)
+    for file in files:
+        if file.suffix.lower() not in _ENDINGS:
+            raise CommandError(f"--output {file}: cannot tell what to write; end it in {', '.join(_ENDINGS)}")
+    check_files(*files)
     if rates is not None:
         read_rates(rates)
     environment = {"JAX_PLATFORMS": "cpu"}
@@ -220,20 +221,6 @@ def _check_timed(target: Any, compile: str, files: Sequence[Path], rates: Path |
         raise CommandError(
             f"--target {target}: its units are run and timed, not read; drop {', '.join(wrong)}"
         )
-
-
-def _check_files(files: Sequence[Path]) -> None:
-    """Now, for compiling takes minutes and writing comes after it."""
-    for file in files:
-        if not file.absolute().parent.is_dir():
-            raise CommandError(f"--output {file}: there is no folder {file.parent}")
-        if file.suffix.lower() not in _ENDINGS:
-            raise CommandError(f"--output {file}: cannot tell what to write; end it in {', '.join(_ENDINGS)}")
-        if file.suffix.lower() in (".svg", ".png") and importlib.util.find_spec("matplotlib") is None:
-            raise ModuleNotFoundError(
-                f"--output {file}: a picture needs matplotlib, which is not installed; run: "
-                + install_command("matplotlib", extra="plot")
-            )
 
 
 def collectives(compiled: Compiled) -> Table:

@@ -12,7 +12,7 @@ from tyro.conf import Fixed, Suppress, arg
 
 from dualpipe_jax.command.answers import Answers
 from dualpipe_jax.command.dryrun import remedies
-from dualpipe_jax.command.options import CommandError, Count, Output
+from dualpipe_jax.command.options import CommandError, Count, Output, check_files
 from dualpipe_jax.command.output import say_written, show, show_json
 from dualpipe_jax.command.overlap import RatesFile, TargetName
 from dualpipe_jax.command.planning import Search
@@ -122,8 +122,8 @@ class Plan:
     given: Annotated[Given, arg(name="program")] = dataclasses.field(default_factory=Given)
 
     def run(self) -> int:
-        if self.output is not None and not self.output.absolute().parent.is_dir():
-            raise CommandError(f"--output {self.output}: there is no folder {self.output.parent}")
+        if self.output is not None:
+            check_files(self.output)
         if self.cache is not None and self.cache.exists() and not self.cache.is_dir():
             raise CommandError(f"--cache {self.cache}: is no folder")
         cache = Cache(self.cache or default_folder())
@@ -317,7 +317,7 @@ def excluded_words(excluded: Sequence[Excluded]) -> str:
         f"{len(seconds)} {why}" + ("" if least[why] is None else f", from {least[why]:.4g} s on")
         for why, seconds in by_why.items()
     )
-    if not any(map(least.get, least)):
+    if all(seconds is None for seconds in least.values()):
         return f"not timed: {counts}"
     nearest = "as near to their products' time as the nearest that was compiled"
     return f"not compiled, by what steps take at least with bubbles and units {nearest}: {counts}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from dualpipe_jax.command.options import CommandError, Count
+from dualpipe_jax.command.options import CommandError, Count, check_files
 from dualpipe_jax.command.output import say_written, show, show_json
 from dualpipe_jax.present.table import Table
 from dualpipe_jax.probe.findings import (
@@ -150,8 +150,7 @@ class Probe:
         takes_gpus = self.processes is not None and self.cpu is None and not self.one_gpu
         if takes_gpus and (why := too_few_gpus(self.processes or 1)):
             raise CommandError(why)
-        if not self.output.absolute().parent.is_dir():
-            raise CommandError(f"--output {self.output}: there is no folder {self.output.parent}")
+        check_files(self.output)
 
 
 def _in_brief(death: str) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import tyro
 
 from dualpipe_jax.command.compare import Row, by_merit, rows_of, tabulate
-from dualpipe_jax.command.formats import encode, format_of, write
+from dualpipe_jax.command.formats import Format, encode, format_of, write
 from dualpipe_jax.command.given import Given, Share
 from dualpipe_jax.command.options import (
     Costs,
@@ -65,13 +65,14 @@ class Search(Within):
     def run(self) -> int:
         """Search, keep what was found, and print how it compares; returns the exit status."""
         check_size(self.ranks, self.microbatches, Shape(), len(ALL_SCHEDULES))
+        form = format_of(None, False, self.output)
         share = Given().under(self.costs, self.memory)
         costs, sizes, units = share
         began = time.perf_counter()
         with waiting("searching"):
             found = self.find(costs, sizes)
         seconds = time.perf_counter() - began
-        self.keep(found, share)
+        self.keep(found, share, form)
         ours, named = Row.of(found, costs, sizes, self.limit), self.named(share)
         if self.json:
             show_json(_facts(found, ours, named, seconds) | {"units": dataclasses.asdict(units)})
@@ -115,12 +116,11 @@ class Search(Within):
         rows = rows_of(schedules, share, {}, self.limit)
         return by_merit(row for row in rows if at_most(row.memory, self.limit))
 
-    def keep(self, found: Schedule, share: Share) -> None:
+    def keep(self, found: Schedule, share: Share, form: Format) -> None:
         """Write the schedule to the file, if there is to be one."""
         if self.output is not None:
-            form = format_of(None, False, self.output)
             timeline = simulate(found, share.costs.for_schedule(found))
-            write(encode(timeline, form, share), form, self.output)
+            write(encode(timeline, form, share), self.output)
 
     def kept(self) -> str:
         """Where it was written, or how it can be."""

@@ -59,11 +59,11 @@ class Show:
         timeline = simulate(schedule, share.costs.for_schedule(schedule))
         chain = None if self.why is None else _chain(timeline, self.why)
         if chain is not None and form == "text":
-            write(f"{_explain(timeline, self.why, chain, share.units)}\n".encode(), form, self.output)
+            write(f"{_explain(timeline, self.why, chain, share.units)}\n".encode(), self.output)
         elif form == "text" and self.output is None and in_terminal():
             draw_in_terminal(timeline, share)
         else:
-            write(encode(timeline, form, share, chain), form, self.output)
+            write(encode(timeline, form, share, chain), self.output)
         return 0
 
 
