@@ -143,7 +143,7 @@ class StepOptions:
         Raises:
           ValueError: one is not NAME=VALUE.
         """
-        return dict(map(pair_of, self.compiler_option))
+        return dict(pair_of(text, "--compiler-option") for text in self.compiler_option)
 
     def check(self) -> None:
         """Whether counts are in their range and devices can share a microbatch; ``make_schedule`` checks the rest.
@@ -151,8 +151,7 @@ class StepOptions:
         Raises:
           ValueError: one is not; says which option, and what would do.
         """
-        for (name,), value, why in out_of_range(self):
-            raise ValueError(f"--{name.replace('_', '-')} {value}: {why}")
+        self.check_each()
         if self.ep % self.ep_nodes:
             raise ValueError(
                 f"--ep {self.ep} --ep-nodes {self.ep_nodes}: as many devices on each node; give a number of nodes that "
@@ -164,6 +163,15 @@ class StepOptions:
             raise ValueError(
                 f"--microbatch-size {self.batch}: {whose} devices must share it equally, try {near}"
             )
+
+    def check_each(self) -> None:
+        """Whether each option by itself can be, whatever the others are.
+
+        Raises:
+          ValueError: one cannot; says which, and what it must be.
+        """
+        for (name,), value, why in out_of_range(self):
+            raise ValueError(f"--{name.replace('_', '-')} {value}: {why}")
         _ = self.compiler_options
 
     def make_schedule(self, num_microbatches: int | None = None) -> Schedule:
@@ -178,9 +186,9 @@ class StepOptions:
         return schedule if self.max_stash is None else limit_stash(schedule, self.max_stash)
 
 
-def pair_of(text: str) -> tuple[str, str]:
-    """NAME=VALUE in its parts. Raises ValueError where it is not that."""
+def pair_of(text: str, option: str) -> tuple[str, str]:
+    """NAME=VALUE in its parts, as it was given to an option. Raises ValueError where it is not that."""
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        raise ValueError(f"{text!r}: wants NAME=VALUE")
+        raise ValueError(f"{option} {text}: wants NAME=VALUE")
     return name, value

@@ -144,11 +144,10 @@ class Plan:
         """What is looked for.
 
         Raises:
-          CommandError: a number is too small.
+          ValueError: a number is too small, or an option cannot be read.
         """
         numbers = {"--pp": self.pp, "--dp": self.dp, "--per-device": self.per_device, "--best": (self.best,)}
         numbers["--stages-per-rank"] = self.stages_per_rank
-        numbers["--sequence"] = (self.given.sequence,)
         numbers["--tokens-per-step"] = () if self.tokens_per_step is None else (self.tokens_per_step,)
         for flag, values in numbers.items():
             if min(values, default=1) < 1:
@@ -158,8 +157,10 @@ class Plan:
         fields = {field.name: getattr(self.given, field.name) for field in dataclasses.fields(Chosen)}
         if self.move_layers < 0:
             raise CommandError(f"--move-layers {self.move_layers}: must be at least 0")
+        base = Chosen(**fields)
+        base.check_each()
         return Wanted(
-            base=Chosen(**fields),
+            base=base,
             tokens=self.tokens_per_step,
             pp=self.pp,
             dp=self.dp,

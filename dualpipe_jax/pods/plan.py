@@ -42,6 +42,10 @@ class Plan(StepOptions, _Asked):
         """
         return dict(map(_assignment, self.set))
 
+    def check_each(self) -> None:
+        super().check_each()
+        _ = self.changes
+
     @property
     def step(self) -> StepOptions:
         """The options alone, which hold of any program."""
@@ -70,8 +74,8 @@ def read_plan(file: Path) -> Plan:
 
 
 def _assignment(text: str) -> tuple[str, int | float]:
-    name, value = pair_of(text)
     try:
+        name, value = pair_of(text, "--set")
         return name, float(value) if "." in value else int(value)
     except ValueError:
         raise ValueError(f"--set {text}: wants FIELD=NUMBER, for instance dim=2048") from None

@@ -372,7 +372,7 @@ MISFITS = {
     "--pp 0": "--pp 0: must be at least 1",
     "--microbatch-size 3": "--microbatch-size 3: --ep 2 devices must share it equally",
     "--set dims=3": "model tiny: no number dims; there are",
-    "--set dim": "'dim': wants NAME=VALUE",
+    "--set dim": "--set dim: wants FIELD=NUMBER, for instance dim=2048",
     "--set dim=wide": "--set dim=wide: wants FIELD=NUMBER, for instance dim=2048",
     "--schedule dualpipes": "there is no schedule 'dualpipes'; did you mean dualpipe",
     "--target v5e:1x2": "--target v5e:1x2: has 2 devices, --pp 2 x --ep 2 = 4",

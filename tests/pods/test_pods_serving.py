@@ -97,7 +97,7 @@ def test_a_step_has_the_settings_asked_for(what, rows, tokens):
     ("what", "options", "message"),
     [
         ("prefill", {"sequence": 0}, "--sequence 0: must be at least 1"),
-        ("prefill", {"compiler_option": ("level",)}, "'level': wants NAME=VALUE"),
+        ("prefill", {"compiler_option": ("level",)}, "--compiler-option level: wants NAME=VALUE"),
         ("prefill", {"sequence": 100}, "--sequence 100: must be a multiple of 64"),
         ("decode", {"requests": 3}, "--requests 3: two microbatches must share them equally"),
         ("decode", {"set": ("num_experts=12", *ONE_GROUP)}, "8 devices do not share 12 experts"),

@@ -24,7 +24,7 @@ REFUSED = {
     "devices": (["--pp", "16", "--microbatches", "32"], "--pp 16 --ep 2: needs 32 devices, but"),
     "zero": (["--steps", "0"], "--steps 0: must be at least 1"),
     "seed": (["--seed", str(2**63)], f"--seed {2**63}: must be below 2^32"),
-    "no pair": (["--compiler-option", "opt=1", "level"], "'level': wants NAME=VALUE"),
+    "no pair": (["--compiler-option", "opt=1", "level"], "--compiler-option level: wants NAME=VALUE"),
     "no such compiler option": (["--compiler-option", "xla=1"], "--compiler-option xla=1: INVALID_ARGUMENT: No such"),
     "stash": (["--max-stash", "-1"], "--max-stash -1: must not be negative"),
     "rate": (["--learning-rate", "0"], "--learning-rate 0.0: must be above 0"),
