@@ -71,6 +71,15 @@ def check_dtypes(**given: Tree) -> None:
             )
 
 
+def check_frozen(frozen: Tree) -> None:
+    """It says yes or no of leaves: any other word, even "no", would count as yes. Raises ValueError."""
+    for path, stop in jax.tree_util.tree_leaves_with_path(frozen):
+        if not isinstance(stop, bool | np.bool_):
+            raise ValueError(
+                f"frozen{jax.tree_util.keystr(path)}={stop!r}: give True for what has no gradient, else False or None."
+            )
+
+
 def _is_floating(dtype: Any) -> bool:
     try:
         return jnp.issubdtype(jnp.dtype(dtype), jnp.floating)

@@ -131,6 +131,7 @@ class Pipeline:
         if self.divergence is not None:
             checks.check_choice("divergence", self.divergence, Divergence)
         checks.check_dtypes(compute_dtype=self.compute_dtype, accumulate_dtype=self.accumulate_dtype)
+        checks.check_frozen(self.frozen)
 
     @functools.cached_property
     def value_and_grad(self) -> Callable[..., tuple[tuple[jax.Array, Report], Tree]]:
@@ -242,6 +243,7 @@ class Pipeline:
 
     def placed(self, params: Tree) -> Tree:
         """Params in the form of ``place``, for use inside ``jax.jit`` with ``shardings`` as its ``out_shardings``."""
+        checks.check_parts(params)
         return params | {"stages": to_placed(params["stages"], self.schedule.placement)}
 
     def place(self, params: Tree) -> Tree:
@@ -263,7 +265,10 @@ class Pipeline:
         )
 
     def unplace(self, params: Tree) -> Tree:
-        """The inverse of ``place``, for gradients too: leaves [num_stages, ...] in model order."""
+        """The inverse of ``place``, for gradients too: leaves [num_stages, ...] in model order.
+
+        Raises ValueError for what was not placed, or for another schedule.
+        """
         placement = self.schedule.placement
         return jax.jit(lambda p: p | {"stages": from_placed(p["stages"], placement)})(params)
 

@@ -91,13 +91,7 @@ def to_placed(stages: Tree, placement: Placement) -> PlacedStages:
     that are not alike.
     """
     if isinstance(stages, PlacedStages):
-        if stages.model_stages != owned_stages(placement):
-            raise ValueError(
-                "params['stages'] are placed for another schedule: the ranks hold the stages "
-                f"{list(map(list, stages.model_stages))}, here they must hold "
-                f"{list(map(list, owned_stages(placement)))}. Bring them to model order with the old Pipeline's "
-                "unplace (or unplace_stages), and place them with this one's place."
-            )
+        _check_placed_for(stages, placement)
         return stages
     if is_listed(stages, placement.num_model_stages):
         stages = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stages)
@@ -114,6 +108,16 @@ def to_placed(stages: Tree, placement: Placement) -> PlacedStages:
         return stages if in_order else jax.tree.map(lambda leaf: jnp.take(leaf, model_stages, axis=0), stages)
 
     return PlacedStages(tuple(pick(row) for row in homes(placement).owned), owned_stages(placement))
+
+
+def _check_placed_for(stages: PlacedStages, placement: Placement) -> None:
+    if stages.model_stages != owned_stages(placement):
+        raise ValueError(
+            "params['stages'] are placed for another schedule: the ranks hold the stages "
+            f"{list(map(list, stages.model_stages))}, here they must hold "
+            f"{list(map(list, owned_stages(placement)))}. Bring them to model order with the old Pipeline's "
+            "unplace (or unplace_stages), and place them with this one's place."
+        )
 
 
 def is_listed(stages: Tree, num_stages: int) -> bool:
@@ -155,7 +159,16 @@ def is_listed(stages: Tree, num_stages: int) -> bool:
 def from_placed(
     placed: PlacedStages, placement: Placement, is_leaf: Callable[[Any], bool] | None = None
 ) -> Tree:
-    """Ranks to model order: every leaf regains its leading stage dim. ``is_leaf`` as in ``jax.tree.map``."""
+    """Ranks to model order: every leaf regains its leading stage dim. ``is_leaf`` as in ``jax.tree.map``.
+
+    Raises ValueError for stages that are not placed, or placed otherwise.
+    """
+    if not isinstance(placed, PlacedStages):
+        raise ValueError(
+            f"params['stages'] of type {type(placed).__name__} are not placed: only what place (or place_stages) "
+            "returned, and its gradients, can be brought back to model order."
+        )
+    _check_placed_for(placed, placement)
     owned = homes(placement).owned
     back = np.argsort(owned.reshape(-1))
     if len(owned) == 1 and np.array_equal(back, np.arange(back.size)):

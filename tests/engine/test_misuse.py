@@ -1,5 +1,6 @@
 """What users get wrong first is refused, with what is wanted; what they have is taken as it is."""
 
+import dataclasses
 import re
 
 import jax
@@ -8,7 +9,15 @@ import numpy as np
 import optax
 import pytest
 
-from dualpipe_jax import Out, Pipeline, StagedModel, make_mesh, place_stages, reference_value_and_grad
+from dualpipe_jax import (
+    Out,
+    Pipeline,
+    StagedModel,
+    make_mesh,
+    place_stages,
+    reference_value_and_grad,
+    unplace_stages,
+)
 from dualpipe_jax.schedule import dualpipe_v, gpipe, interleaved_1f1b, one_f_one_b, zb_v
 
 MICROBATCHES = 4
@@ -314,6 +323,38 @@ def test_parameters_are_placed_from_wherever_they_lie():
     _, want = step.value_and_grad(step.place(params), batch)
     np.testing.assert_array_equal(got["stages"].local[0]["w"], want["stages"].local[0]["w"])
     assert step.place(away)["shared"]["key"] == params["shared"]["key"]
+
+
+def test_frozen_is_said_by_bools():
+    for given, words in (
+        ({"stages": {"w": "no"}}, "frozen['stages']['w']='no'"),
+        ({"shared": 0}, "frozen['shared']=0"),
+        ("no", "frozen='no'"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(f"{words}: give True for what has no gradient, else")):
+            pipeline(frozen=given)
+    pipeline(frozen={"stages": {"w": np.False_, "more": None}})
+
+
+def test_only_what_was_placed_here_is_brought_back():
+    params, _ = arguments()
+    step = pipeline()
+    with pytest.raises(ValueError, match=r"params\['stages'\] of type dict are not placed: only what place"):
+        step.unplace(params)
+    with pytest.raises(
+        ValueError, match=r"params must be a dict with the keys \['shared', 'stages'\], got \['w"
+    ):
+        step.place(params["stages"])
+    placed = place_stages(params["stages"], step.schedule, step.mesh)
+    away = dataclasses.replace(placed, model_stages=tuple(row[::-1] for row in placed.model_stages))
+    for bring_back in (
+        lambda: step.unplace(params | {"stages": away}),
+        lambda: unplace_stages(away, step.schedule),
+    ):
+        with pytest.raises(
+            ValueError, match=r"params\['stages'\] are placed for another schedule: the ranks hold"
+        ):
+            bring_back()
 
 
 def test_frozen_leaves_and_an_optimizer():
