@@ -17,6 +17,8 @@ _HEADER = re.compile(
 
 _WIDEST = 1_000_000
 """The most characters of a line drawn to time."""
+_LARGEST = 100_000_000
+"""The most characters of all lines drawn to time."""
 
 
 @typechecked
@@ -38,7 +40,8 @@ def format_grid(schedule: Schedule, costs: CostModel | None = None) -> str:
 
     Raises:
       ValueError: with costs, if the schedule hangs, or a slot takes no time and so has no room, or so little
-        time in comparison with the others that a line would not end.
+        time in comparison with the others that a line would not end; and if so many ranks are drawn that the
+        lines would fill the memory.
     """
     pipes = " ".join(f"({' '.join(map(str, pipe))})" for pipe in schedule.placement.pipes)
     header = f"# {schedule.name}, ranks {schedule.num_ranks}, microbatches {schedule.num_microbatches}, "
@@ -134,10 +137,12 @@ def _drawn(schedule: Schedule, rows: Sequence[Sequence[str]], costs: CostModel) 
         )
     scale = max(((len(spelt(slot)) + 1) / costs.of(slot, schedule.placement) for slot in slots), default=1.0)
 
-    if timeline.makespan * scale > _WIDEST:
+    width, most = timeline.makespan * scale, min(_WIDEST, _LARGEST // len(rows))
+    if width > most:
         raise ValueError(
-            f"format_grid: drawn to time under {costs}, a line is {timeline.makespan * scale:.2g} characters long; "
-            "costs differ too much, so write it without them or in another format, such as JSON"
+            f"format_grid: drawn to time under {costs}, a line is {width:.2g} characters long, and of {len(rows):,} "
+            f"ranks at most {most:,}; let costs differ less, take fewer ranks or microbatches, or write it in another "
+            "format, such as JSON"
         )
     lines = []
     for row, starts, ends in zip(rows, timeline.starts, timeline.ends, strict=True):
