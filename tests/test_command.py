@@ -160,7 +160,9 @@ def test_compare_and_choose_show_how_sends_and_jitter_change_the_ranking(capsys)
             assert row["makespan"] < row["jitter"][0] < row["jitter"][1] < 1.3 * row["makespan"]
         head = printed(capsys, command, *SMALL, "--jitter", "0.1").splitlines()[1]
         assert "send 0.02  jitter 50 %" in head
-    assert "jitter=-1.0" in refused(capsys, 2, "compare", *SMALL, "--jitter", "-1")
+        for jitter in ("-1", "nan", "inf"):
+            message = f"error: --jitter {jitter}: give a share of a slot's time, at least 0"
+            assert refused(capsys, 2, command, *SMALL, "--jitter", jitter).startswith(message)
 
 
 def test_compare_counts_halves_and_copies(capsys):
@@ -290,6 +292,7 @@ def test_check_reads_standard_input(capsys, monkeypatch):
         (["search", *SMALL, "--memory-limit", "inf"], "--memory-limit inf: give a number above 0"),
         (["choose", *SMALL, "--memory-limit", "nan"], "--memory-limit nan: give a number above 0"),
         (["choose", *SMALL, "--search", "-1"], "search: got effort=-1.0"),
+        (["replay", "/nowhere/to/be.json", "--top", "-1"], "--top -1: give at least 0"),
         (["check", "/nowhere/to/be.txt"], "/nowhere/to/be.txt: No such file or directory"),
     ],
 )

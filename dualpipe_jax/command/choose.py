@@ -13,6 +13,7 @@ from dualpipe_jax.command.options import (
     NothingFits,
     Shape,
     Within,
+    check_jitter,
     check_size,
     limit_of,
     recipes,
@@ -46,6 +47,7 @@ class Choose(Within):
     shape: Shape = dataclasses.field(default_factory=Shape)
 
     def run(self) -> int:
+        check_jitter(self.jitter)
         check_size(self.ranks, self.microbatches, self.shape, len(SCHEDULES))
         share = Given().under(self.costs, self.memory)
         limit = limit_of(self.memory_limit)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import tyro
 
 from dualpipe_jax.command.given import Share
-from dualpipe_jax.command.options import Costs, Count, Memory, NothingFits, Pipes, Shape
+from dualpipe_jax.command.options import Costs, Count, Memory, NothingFits, Pipes, Shape, check_jitter
 from dualpipe_jax.command.output import Reasons, show, show_json
 from dualpipe_jax.command.source import schedules_of
 from dualpipe_jax.present.numbers import number, percent
@@ -123,6 +123,7 @@ class Compare:
     shape: Shape = dataclasses.field(default_factory=Shape)
 
     def run(self) -> int:
+        check_jitter(self.jitter)
         schedules, refused, remembered = schedules_of(
             self.names, self.ranks, self.microbatches, self.shape, self.pipes
         )

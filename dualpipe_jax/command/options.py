@@ -179,6 +179,16 @@ def limit_of(memory_limit: float | None) -> float:
     return math.inf if memory_limit is None else memory_limit
 
 
+def check_jitter(jitter: float) -> None:
+    """Whether times can vary so much, asked before schedules are made or searched.
+
+    Raises:
+      CommandError: they cannot.
+    """
+    if not 0 <= jitter < math.inf:
+        raise CommandError(f"--jitter {jitter:g}: give a share of a slot's time, at least 0, such as 0.1")
+
+
 def check_files(*files: Path, flag: str = "--output") -> None:
     """Whether files can be written, as far as can be told now: finding what they are to hold may take minutes.
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import tyro
 
 from dualpipe_jax.command.given import Given
-from dualpipe_jax.command.options import Costs, Memory
+from dualpipe_jax.command.options import CommandError, Costs, Memory
 from dualpipe_jax.command.output import show, show_json
 from dualpipe_jax.command.text import read_text
 from dualpipe_jax.present.numbers import Units, number, percent
@@ -35,6 +35,8 @@ class ReplayStep:
     costs: Costs = dataclasses.field(default_factory=Costs)
 
     def run(self) -> int:
+        if self.top < 0:
+            raise CommandError(f"--top {self.top}: give at least 0")
         measured, units = read_measured(read_text(self.file))
         costs = None
         if self.costs != Costs():
