@@ -209,6 +209,7 @@ def test_devices_that_are_never_found(here, answering, capsys):
         (["--pp", "0"], "--pp 0: must be above 0"),
         (["--cpu", "3", "--pp", "2", "--ep", "2"], "--cpu 3: --pp 2 and --ep 2 take 4 devices; give --cpu 4"),
         (["--limit", "-1"], "--limit -1: must be above 0"),
+        (["--limit", "nan"], "--limit nan: must be above 0"),
         (["--processes", "0"], "--processes 0: must be above 0"),
         (
             ["--cpu", "3", "--processes", "2"],

@@ -83,6 +83,8 @@ class Overlap:
     def run(self) -> int:
         if self.compiled is not None and (self.whole or self.plan_file or self.plan):
             raise CommandError("--compiled: that program is compiled already; drop --whole and its options")
+        if not 0 <= self.at_least <= 100:
+            raise CommandError(f"--at-least {self.at_least:g}: give a percentage, from 0 to 100")
         self._check_what()
         trained = "nothing" if self.compiled is not None else "step" if self.whole else "pair"
         what = trained if self.what == "train" else self.what

@@ -132,7 +132,8 @@ class Probe:
     def _check(self) -> None:
         for name in ("pp", "ep", "cpu", "processes", "limit"):
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            # "not", for NaN is no limit
+            if value is not None and not value > 0:
                 raise CommandError(f"--{name} {value:g}: must be above 0")
         if self.one_gpu and (self.processes is None or self.cpu is not None):
             raise CommandError("--one-gpu: is for several processes on a GPU; give --processes, and no --cpu")

@@ -138,6 +138,8 @@ BEFORE = {
     "overlap --compiled no.hlo": "--compiled no.hlo: there is no such file",
     "overlap --compiled no.hlo --pp 8": COMPILED,
     "overlap --compiled no.hlo --whole": COMPILED,
+    "overlap --at-least nan": "--at-least nan: give a percentage, from 0 to 100",
+    "overlap --at-least 101": "--at-least 101: give a percentage, from 0 to 100",
     "overlap --rates no.json": "--rates no.json: cannot read it",
     "overlap --target v5x:4x4": "target 'v5x:4x4': did you mean v5",
     "dryrun --rates no.json": "--rates no.json: cannot read it",
