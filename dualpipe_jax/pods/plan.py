@@ -43,6 +43,7 @@ class Plan(StepOptions, _Asked):
         return dict(map(_assignment, self.set))
 
     def check_each(self) -> None:
+        """Whether each option by itself can be, ``set`` too. Raises ValueError."""
         super().check_each()
         _ = self.changes
 
