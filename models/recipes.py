@@ -9,6 +9,7 @@ rules of our own for small models on short runs, which benchmarks/learning_rates
     recipes.of("small", config)     # by the names of models.MODELS
 """
 
+import bisect
 import dataclasses
 import functools
 from collections.abc import Sequence
@@ -92,28 +93,29 @@ class Recipe:
     @property
     def num_steps(self) -> int:
         """Steps until all tokens are done, the last one perhaps beyond."""
-        ramped = self._ramp
-        if ramped[-1] >= self.tokens:
-            return int(np.searchsorted(ramped, self.tokens))
-        return len(ramped) - 1 + int(np.ceil((self.tokens - ramped[-1]) / self._whole))
+        steps, tokens, each = self._ramp
+        row = bisect.bisect_right(tokens, self.tokens) - 1
+        return steps[row] + int(np.ceil((self.tokens - tokens[row]) / each[row]))
 
     def batch_size(self, step: int) -> int:
         """Return the sequences of a step, numbered from 0."""
-        ramped = self._ramp
-        done = ramped[step] if step < len(ramped) else self.ramp
-        return self._batch_after(float(done))
+        steps, _, each = self._ramp
+        return each[bisect.bisect_right(steps, step) - 1] // self.sequence
 
     def tokens_before(self, step: Any) -> Array:
-        ramped = jnp.asarray(self._ramp, jnp.float32)
+        steps, tokens, each = self._ramp
+        # A ramp that grows beyond what int32 counts grows in no run.
+        begins = jnp.asarray(np.minimum(steps, np.iinfo(np.int32).max), jnp.int32)
         step = jnp.asarray(step)
-        last = len(self._ramp) - 1
-        beyond = jnp.maximum(step - last, 0).astype(jnp.float32) * jnp.float32(self._whole)
-        return ramped[jnp.minimum(step, last)] + beyond
+        row = jnp.searchsorted(begins, step, side="right") - 1
+        before, rate = jnp.asarray(tokens, jnp.float32)[row], jnp.asarray(each, jnp.float32)[row]
+        return before + (step - begins[row]).astype(jnp.float32) * rate
 
     def count_tokens(self, step: int) -> int:
         """Return the same of a step on the host, exactly."""
-        last = len(self._ramp) - 1
-        return int(self._ramp[min(step, last)]) + max(step - last, 0) * self._whole
+        steps, tokens, each = self._ramp
+        row = bisect.bisect_right(steps, step) - 1
+        return tokens[row] + (step - steps[row]) * each[row]
 
     def learning_rate(self, step: Any) -> Array:
         """Return the learning rate of a step, float32: that of the first is not 0, the last one has the final rate."""
@@ -129,17 +131,25 @@ class Recipe:
         """Return a step's factor of multi-token prediction, float32; for a batch's "mtp_weight"."""
         return _value(self.mtp_weights, self.tokens_before(step))
 
-    @property
-    def _whole(self) -> int:
-        return self._batch_after(self.ramp) * self.sequence
-
     @functools.cached_property
-    def _ramp(self) -> np.ndarray:
-        """Tokens before each step of the ramp, and before the first one beyond; float64."""
-        done = [0.0]
-        while done[-1] < self.ramp:
-            done.append(done[-1] + self._batch_after(done[-1]) * self.sequence)
-        return np.array(done)
+    def _ramp(self) -> tuple[list[int], list[int], list[int]]:
+        """Where batches of another size begin: the step, the tokens before it, and the tokens of each from there on.
+
+        The ramp may have any number of steps; of sizes it has few.
+        """
+        rows = [(0, 0, self._batch_after(0) * self.sequence)]
+        while (last := rows[-1])[1] < self.ramp:
+            step, tokens, rate = last
+
+            def grown(count: int, tokens: int = tokens, rate: int = rate) -> bool:
+                return self._batch_after(tokens + count * rate) * self.sequence > rate
+
+            most = int(np.ceil((self.ramp - tokens) / rate))
+            count = 1 + bisect.bisect_left(range(1, most), True, key=grown)
+            tokens += count * rate
+            rows.append((step + count, tokens, self._batch_after(tokens) * self.sequence))
+        steps, tokens_before, each = zip(*rows, strict=True)
+        return list(steps), list(tokens_before), list(each)
 
     def _batch_after(self, tokens: float) -> int:
         size: float = self.batch

@@ -72,17 +72,20 @@ def check_numbers(config: TrainConfig) -> None:
 def check_ramp(config: TrainConfig) -> None:
     """Raise ConfigError where batches cannot grow as asked for."""
     first, last = config.optimizer.first_microbatches, config.step.num_microbatches
-    if (first is None) != (config.optimizer.ramp_tokens is None):
+    ramp = config.optimizer.ramp_tokens
+    if (first is None) != (ramp is None):
         raise ConfigError(
             "--first-microbatches and --ramp-tokens: one says from what, one how long; give both or neither"
         )
-    if first is None:
+    if first is None or ramp is None:
         return
     if last % first:
         raise ConfigError(
             f"--first-microbatches {first}: steps grow by as many, which must divide the "
             f"{last} of --microbatches"
         )
+    if ramp >= 2**62:
+        raise ConfigError(f"--ramp-tokens {ramp}: must be below 2^62; no text is so long")
     if config.log.profile:
         raise ConfigError(
             "--profile: with --first-microbatches steps are of several kinds; profile a run without it"

@@ -119,6 +119,19 @@ def test_batches_grow_by_the_first_one_until_the_ramp_is_done():
     assert config.batch_counts == (3, 6, 9, 12)
 
 
+def test_a_ramp_of_any_length_is_made_at_once():
+    """It has a row for each size of batches, of which no run needs to reach the last."""
+    config, recipe = recipe_of(
+        microbatches=8, microbatch_size=2, steps=20, first_microbatches=4, ramp_tokens=10**15
+    )
+    assert len({recipe.batch_size(step) for step in range(20)}) == 1
+    assert recipe.tokens == 20 * 4 * 2 * config.sequence
+    half = 10**15 // 2 // (8 * config.sequence)
+    sizes = [recipe.batch_size(half + beyond) for beyond in (0, 10**3, 10**12)]
+    assert sizes == [8, 8, 16]
+    assert recipe.count_tokens(10**15) > 10**15
+
+
 def test_growing_batches_read_what_batches_of_one_size_would_in_its_order():
     config, recipe = recipe_of(
         schedule="gpipe", pp=1, ep=1, microbatches=2, microbatch_size=2, sequence=16, steps=7,
@@ -149,6 +162,10 @@ WRONG = {
     "no divisor": (
         dict(first_microbatches=6, ramp_tokens=1),
         "--first-microbatches 6: steps grow by as many, which must divide the 16 of --microbatches",
+    ),
+    "no text so long": (
+        dict(first_microbatches=8, ramp_tokens=2**62),
+        f"--ramp-tokens {2**62}: must be below 2^62",
     ),
     "odd for two pipes": (
         dict(first_microbatches=1, ramp_tokens=1),
