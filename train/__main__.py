@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from train.checks import check
+from train.checks import check, check_alone
 from train.config import ConfigError, TrainConfig, make_schedule
 from train.data import DataError
 from train.errors import BEREFT, DIVERGED, FAILED, CheckpointError, DivergedError, Stopped, is_of_others
@@ -63,6 +63,8 @@ def start(command: Command) -> int:
 
         return supervise(config, resume=command.resume)
     launch = recognise(config.launch)
+    if launch is None:
+        check_alone(config)
     set_devices(config, num_processes=launch.num_processes or 1 if launch else 1)
     try:
         train(config, launch, resume=command.resume)

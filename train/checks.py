@@ -44,10 +44,30 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(
             "--one-gpu: is for several processes on a GPU; give --processes and --devices accelerator"
         )
+    for flag in ("--restarts", "--shrink"):
+        if launch.processes is None and _asks(config, flag):
+            raise ConfigError(
+                f"{flag}: is for processes that --processes starts and watches over; give --processes, or take it out"
+            )
     for flag in ("--coordinator", "--coordinator-bind"):
         address = option(config, flag)
         if address is not None and not re.fullmatch(r".+:\d{1,5}", address):
             raise ConfigError(f"{flag} {address}: must be HOST:PORT, such as 10.0.0.1:8476")
+
+
+def check_alone(config: TrainConfig) -> None:
+    """Raise ConfigError for an option of several processes, where this is not one of them."""
+    for flag in ("--patience", "--straggler-every", "--coordinator-bind"):
+        if _asks(config, flag):
+            raise ConfigError(
+                f"{flag} {option(config, flag)}: is for one of several processes, and this one is alone; give "
+                "--processes, or take it out"
+            )
+
+
+def _asks(config: TrainConfig, flag: str) -> bool:
+    """Whether an option is given another value than its own, and one that asks for something."""
+    return option(config, flag) not in (option(TrainConfig(), flag), 0)
 
 
 def check_numbers(config: TrainConfig) -> None:

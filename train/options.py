@@ -17,7 +17,7 @@ import tyro
 
 from dualpipe_jax.command.line import read
 from dualpipe_jax.pods.plan import read_plan
-from train.config import FLAGS, ConfigError, TrainConfig, configure, replaced
+from train.config import FLAGS, ConfigError, TrainConfig, configure, option, replaced
 from train.presets import PRESETS
 
 DESCRIPTION = """Train a DeepSeek-V3-like mixture-of-experts model, pipelined over pp ranks, experts over ep.
@@ -90,7 +90,10 @@ def parse(arguments: Sequence[str] | None = None) -> Command:
     return read(Command, "scripts/train", written, default, DESCRIPTION, paired=True)
 
 
-_OF_ONE_START = ("coordinator", "coordinator_bind", "num_processes", "process_id", "export")
+_OF_ONE_START = (
+    "--coordinator", "--coordinator-bind", "--num-processes", "--process-id", "--restarts", "--shrink", "--patience",
+    "--straggler-every", "--export",
+)  # fmt: skip
 """Options that were true of one process, or asked of one start, which may have done it."""
 
 
@@ -110,7 +113,9 @@ def resumed(name: str | None, runs: Path) -> TrainConfig:
     file, options = runs / name / "config.json", TrainConfig()
     if os.path.exists(file):  # of a folder that may not be read, too, whose name an error will tell
         options = apply(options, read_file(file), f"--resume: {file}")
-    return configure(options, name=name, runs=runs, **dict.fromkeys(_OF_ONE_START))
+    for flag in _OF_ONE_START:
+        options = replaced(options, FLAGS[flag], option(TrainConfig(), flag))
+    return configure(options, name=name, runs=runs)
 
 
 def find_preset(name: str) -> Mapping[str, Any]:

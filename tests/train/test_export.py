@@ -3,7 +3,6 @@
 import functools
 import io
 import json
-import shutil
 import types
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from train.data.vocabulary import Vocabulary
 from train.errors import CheckpointError
 from train.export import check_export, export
 from train.model import has_selection_bias, model_config
-from train.options import parse
 from train.processes.group import Processes
 from train.run import conclude
 from train.state.layout import trainable, with_trainable, without_biases
@@ -141,16 +139,6 @@ def test_a_finished_run_is_exported_with_its_tokenizer(written, tmp_path):
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 7
     assert sorted(path.name for path in folder.glob("*.safetensors")) == ["model-00001-of-00001.safetensors"]
     assert not (tmp_path / "out.new").exists()
-
-
-def test_it_is_asked_of_one_start_only(tmp_path):
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "config.json").write_text(json.dumps({"checkpoint": {"export": "out", "keep": 7}}))
-    options = parse(["--runs", str(tmp_path), "--name", "x", "--resume"]).options
-    assert options.checkpoint.export is None and options.checkpoint.keep == 7
-    asked = parse(["--runs", str(tmp_path), "--name", "x", "--resume", "--export", "out"]).options
-    assert str(asked.checkpoint.export) == "out"
-    shutil.rmtree(tmp_path / "x")
 
 
 @pytest.mark.parametrize(

@@ -144,3 +144,26 @@ def test_what_is_no_option_is_named(case, tmp_path, monkeypatch):
 def test_configure_knows_its_options():
     with pytest.raises(TypeError, match="configure: no option ppp; there are --name"):
         configure(ppp=1)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [
+        ("checkpoint", "export", "out"),
+        ("launch", "patience", 60.0),
+        ("launch", "restarts", 9),
+        ("launch", "shrink", True),
+        ("launch", "straggler_every", 7),
+        ("launch", "process_id", 1),
+    ],
+)
+def test_a_resumed_run_has_its_options_but_those_of_one_start(section, name, value, tmp_path):
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "config.json").write_text(json.dumps({section: {name: value}, "seed": 7}))
+    command = ["--runs", str(tmp_path), "--name", "x", "--resume"]
+    options = parse(command).options
+    assert options == configure(name="x", runs=tmp_path, seed=7)
+    check(options)
+    given = () if value is True else (str(value),)
+    asked = parse([*command, f"--{name.replace('_', '-')}", *given]).options
+    assert str(getattr(getattr(asked, section), name)) == str(value)

@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from dualpipe_jax.processes import free_port, gpu_environment, too_few_gpus
-from train.config import ConfigError, TrainConfig, make_schedule
+from train.config import ConfigError, LaunchConfig, TrainConfig, configure, make_schedule
 from train.figures.folder import made, writing
 from train.options import plain
 from train.processes.devices import asked_devices, set_devices
@@ -67,9 +67,7 @@ def supervise(config: TrainConfig, *, resume: bool) -> int:
 def command_lines(config: TrainConfig, where: Path, *, resume: bool) -> list[list[str]]:
     """How each process is started: with all options in one file, a fresh port and its number."""
     options, count = Path(f"{where}.options.json"), config.launch.processes or 1
-    alone = dataclasses.replace(
-        config, launch=dataclasses.replace(config.launch, processes=None, one_gpu=False)
-    )
+    alone = configure(config, processes=None, one_gpu=False, restarts=LaunchConfig.restarts, shrink=False)
     options.write_text(json.dumps(plain(alone), indent=2) + "\n")
     line = [sys.executable, "-P", "-m", "train", "--config", str(options), "--name", str(config.name)]
     line += ["--runs", str(config.runs), "--coordinator", f"127.0.0.1:{free_port()}"]

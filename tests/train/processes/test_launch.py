@@ -4,7 +4,8 @@ import socket
 
 import pytest
 
-from train.checks import check
+from train.__main__ import main
+from train.checks import check, check_alone
 from train.config import ConfigError, LaunchConfig, configure
 from train.processes.devices import set_devices
 from train.processes.launch import Launch, bind_address, recognise
@@ -169,6 +170,11 @@ def test_processes_on_gpus_are_allowed(one_gpu):
             "--one-gpu: is for several processes on a GPU; give --processes and",
         ),
         ({"one_gpu": True, "devices": "accelerator"}, "--one-gpu: is for several processes on a GPU"),
+        (
+            {"restarts": 5},
+            "--restarts: is for processes that --processes starts and .*; give --processes, or take it",
+        ),
+        ({"shrink": True, "num_processes": 2}, "--shrink: is for processes that --processes starts"),
         ({"processes": 0}, "--processes 0: must be at least 1"),
         ({"restarts": -1}, "--restarts -1: must not be negative"),
         ({"patience": 0.0}, "--patience 0.0: must be above 0"),
@@ -178,3 +184,21 @@ def test_processes_on_gpus_are_allowed(one_gpu):
 def test_options_that_do_not_fit(changes, says):
     with pytest.raises(ConfigError, match=says):
         check(configure(**changes))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [("--patience", "60.0"), ("--straggler-every", "7"), ("--coordinator-bind", "10.0.0.1:80")],
+    ids=" ".join,
+)
+def test_options_of_several_processes_do_not_pass_for_those_of_one(given, capsys, monkeypatch):
+    monkeypatch.setattr("train.__main__.train", lambda *_, **__: None)
+    assert main(given) == 2
+    told = "is for one of several processes, and this one is alone; give --processes, or take it out"
+    assert capsys.readouterr().err == f"error: {' '.join(given)}: {told}\n"
+
+
+def test_options_that_ask_for_nothing_fit_one_process():
+    config = configure(restarts=0, straggler_every=0)
+    check(config)
+    check_alone(config)

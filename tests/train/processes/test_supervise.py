@@ -146,7 +146,7 @@ def test_all_processes_share_a_gpu_if_asked():
 def test_a_process_of_several_is_one_by_itself(tmp_path):
     """What it is started with passes the checks of a process that something else starts."""
     config = configure(processes=2, devices="accelerator", pp=2, ep=1, one_gpu=True, name="run")
-    for line in command_lines(config, tmp_path / "0", resume=False):
+    for line in command_lines(configure(config, restarts=1, shrink=True), tmp_path / "0", resume=False):
         check(parse(line[line.index("train") + 1 :]).options)
 
 
