@@ -54,7 +54,7 @@ def test_options_are_refused_in_one_line(case, tmp_path, monkeypatch, capsys):
     (tmp_path / "empty").write_bytes(b"")
     (tmp_path / "short").write_bytes(b"x" * 50)
     (tmp_path / "runs" / "taken").mkdir(parents=True)
-    (tmp_path / "runs" / "taken" / "metrics.jsonl").write_text("")
+    (tmp_path / "runs" / "taken" / "metrics.jsonl").write_text('{"step": 1}\n')
     arguments, message = REFUSED[case]
     assert main(arguments) == 2
     said = capsys.readouterr().err

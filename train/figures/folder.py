@@ -9,10 +9,12 @@ from datetime import datetime
 from pathlib import Path
 
 from train.config import ConfigError, TrainConfig
+from train.figures.metrics import read_records
 from train.options import plain
 
 METRICS = "metrics.jsonl"
 CONFIG = "config.json"
+CHECKPOINTS = "checkpoints"
 SCHEDULE = "schedule.txt"
 
 
@@ -25,9 +27,21 @@ def find(config: TrainConfig, *, resume: bool) -> Path | None:
     if config.name is None:
         return None
     folder = config.runs / config.name
-    if not resume and any(os.path.exists(folder / part) for part in (METRICS, CONFIG)):
+    if not resume and begun(folder):
         raise _taken(folder)
     return folder
+
+
+def begun(folder: Path) -> bool:
+    """Whether a run has done a step there, or left what cannot be read; a start that failed has not begun one."""
+    saved, metrics = folder / CHECKPOINTS, folder / METRICS
+    try:
+        if os.path.isdir(saved) and os.listdir(saved):
+            return True
+        records, damaged = read_records(metrics) if os.path.exists(metrics) else ([], [])
+    except OSError:
+        return True
+    return bool(damaged) or any(record["step"] for record in records)
 
 
 def made(config: TrainConfig, *, resume: bool) -> Path:
@@ -65,12 +79,8 @@ def claimed(config: TrainConfig, *, resume: bool) -> Iterator[Path]:
             raise ConfigError(
                 f"--name {folder.name}: a process is at work in {folder}; let it end first"
             ) from None
-        if not resume:
-            with writing(folder):
-                try:
-                    (folder / METRICS).touch(exist_ok=False)
-                except FileExistsError:  # begun since we looked
-                    raise _taken(folder) from None
+        if not resume and begun(folder):  # since we looked
+            raise _taken(folder)
         yield folder
     finally:
         os.close(handle)

@@ -25,12 +25,13 @@ from jax.sharding import SingleDeviceSharding
 from models.weights.faults import quiet, reason
 from train.config import CheckpointConfig
 from train.errors import CheckpointError, Stopped
+from train.figures.folder import CHECKPOINTS
 from train.processes.group import Processes
 from train.state.facts import FORMAT, Facts, at_step, changes, refuse_foreign
 from train.state.fingerprint import fingerprints
 from train.state.layout import Layout, TrainState
 
-FOLDER = "checkpoints"
+FOLDER = CHECKPOINTS
 """Of a run's folder."""
 
 ASIDE = "damaged"

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from train.config import ConfigError, configure
-from train.figures.folder import METRICS, writing
+from train.figures.folder import CHECKPOINTS, CONFIG, METRICS, claimed, find, writing
 from train.figures.metrics import MetricsFile
 from train.figures.trackers import Trackers
 from train.run import report
@@ -102,6 +102,42 @@ def test_no_room_at_the_start_is_one_line(tmp_path):
     words = f"--runs: cannot write into {tmp_path}: No space left on device"
     with pytest.raises(ConfigError, match=words), writing(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("left", ["", '{"step": 0, "heldout_loss": 5.5}\n', '{"step": 0, "hel'])
+def test_a_start_that_failed_can_be_made_again(tmp_path, left):
+    """With the same command, once what it failed of is mended."""
+    config = configure(runs=tmp_path, name="run")
+    with pytest.raises(OSError, match="No space left"), claimed(config, resume=False) as folder:
+        (folder / CHECKPOINTS).mkdir()
+        (folder / CONFIG).write_text("{}")
+        (folder / METRICS).write_text(left)
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert find(config, resume=False) == folder
+    told = "--name run: a process is at work in"
+    with claimed(config, resume=False), pytest.raises(ConfigError, match=told):
+        claimed(config, resume=False).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        (METRICS, '{"step": 0}\n{"step": 1}\n'),
+        (METRICS, '{"step: 0}\n'),
+        (f"{METRICS}/folder", ""),
+        (f"{CHECKPOINTS}/1/_CHECKPOINT_METADATA", ""),
+    ],
+)
+def test_what_a_run_has_done_is_not_done_over(tmp_path, part, text):
+    config = configure(runs=tmp_path, name="run")
+    file = tmp_path / "run" / part
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    for start in (lambda: find(config, resume=False), lambda: claimed(config, resume=False).__enter__()):
+        with pytest.raises(
+            ConfigError, match="holds a run already; pick another name, remove it, or go on with"
+        ):
+            start()
 
 
 def test_no_room_for_the_environment_is_one_line(tmp_path, monkeypatch):
