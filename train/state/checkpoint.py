@@ -3,7 +3,7 @@
 Orbax writes a step beside its place and renames it when it is whole, so a process that is killed leaves the steps
 before. But it does not notice bits that flipped on the disk, loads other dtypes without a word, and takes old steps
 away file by file, so that a kill may leave half of one. Hence a fingerprint of every array, taken on the devices
-before writing and compared after reading.
+before writing and compared after reading, and a hash of what is written beside them.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from train.config import CheckpointConfig
 from train.errors import CheckpointError, Stopped
 from train.figures.folder import CHECKPOINTS
 from train.processes.group import Processes
-from train.state.facts import FORMAT, Facts, at_step, changes, refuse_foreign
+from train.state.facts import FORMAT, PROOF, Facts, at_step, changes, digest, refuse_foreign
 from train.state.fingerprint import fingerprints
 from train.state.layout import Layout, TrainState
 
@@ -295,10 +295,12 @@ def _read(
             problem = passing = None
             try:
                 facts = store.metadata(step).custom_metadata or {}
-                if facts:
-                    flat = store.load(step, describe(facts))
-                else:
+                if not facts:
                     problem = "its _CHECKPOINT_METADATA says nothing about it"
+                elif facts.get(PROOF, digest(facts)) != digest(facts):
+                    problem = "what its _CHECKPOINT_METADATA says is not what was saved"
+                else:
+                    flat = store.load(step, describe(facts))
             except CheckpointError:
                 raise
             except Exception as error:  # whatever half a folder or a flipped bit makes Orbax raise

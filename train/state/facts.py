@@ -2,7 +2,9 @@
 
 import dataclasses
 import datetime
+import hashlib
 import importlib.metadata
+import json
 import platform
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +18,9 @@ from train.options import in_todays_sections, plain
 
 FORMAT = 1
 """Of what is written: raised when an older reader would misread it."""
+
+PROOF = "digest"
+"""Name of what proves the other facts. Earlier trainers wrote none."""
 
 ANY_ORDER = "in any order"
 
@@ -90,7 +95,7 @@ def at_step(
       carried: what else the run goes on from, whatever becomes of its other files.
     """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    return facts | {
+    found = facts | {
         "step": step,
         "time": now,
         "fingerprints": dict(prints),
@@ -99,6 +104,13 @@ def at_step(
         **({} if balance is None else {"balance": balance}),
         **({} if carried is None else {"carried": dict(carried)}),
     }
+    return found | {PROOF: digest(found)}
+
+
+def digest(facts: Facts) -> str:
+    """A hash of facts, of which ``PROOF`` is none, as JSON holds them."""
+    told = json.loads(json.dumps({name: value for name, value in facts.items() if name != PROOF}))
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 MUST_AGREE = {

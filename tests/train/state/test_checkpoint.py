@@ -350,6 +350,24 @@ def test_check_says_which_are_whole(run, capsys):
     assert main(["--check", str(run.folder)]) == 0
 
 
+def test_a_flipped_digit_beside_the_arrays_is_damage(run, capsys):
+    """A run goes on from what it had read: that must be what was saved, as the arrays must."""
+    run.save(1, 2)
+    about = run.folder / FOLDER / "2" / "_CHECKPOINT_METADATA"
+    text = about.read_text()
+    about.write_text(text.replace('"loss": 2.5', '"loss": 2.7'))
+    assert main(["--check", str(run.folder)]) == 1
+    told = "damaged: what its _CHECKPOINT_METADATA says is not what was saved"
+    assert f"step 2: {told}" in capsys.readouterr().out
+    written = json.loads(about.read_text())
+    del written["custom_metadata"]["digest"]
+    about.write_text(json.dumps(written))
+    assert main(["--check", str(run.folder)]) == 0, "earlier trainers wrote none"
+    about.write_text(text.replace('"loss": 2.5', '"loss": 2.7'))
+    run.restore()
+    assert run.steps() == [1] and any(told in text for text in run.said)
+
+
 def test_damage_of_what_is_written_about_a_step_is_told(run, capsys):
     """A flipped bit leaves JSON that Orbax takes, or with which it does not open the folder at all."""
     run.save(1, 2)
