@@ -30,7 +30,8 @@ def check(config: TrainConfig) -> None:
     for flag in ("--rebalance-every", "--redundant-experts"):
         if option(config, flag) and config.step.ep == 1:
             raise ConfigError(
-                f"{flag} {option(config, flag)}: with --ep 1 one device has all experts of a layer; give --ep 2 or more"
+                f"{flag} {option(config, flag)}: with --ep 1 one device has all experts of a layer; give --ep 2 or "
+                f"more, or {flag} {option(TrainConfig(), flag)}"
             )
     launch = config.launch
     if launch.processes is not None and (

@@ -220,8 +220,9 @@ def test_a_resumed_run_has_its_placement_and_its_loads():
     [
         ({"rebalance_every": 0}, "--rebalance-every 0: must be at least 1"),
         ({"redundant_experts": -1}, "--redundant-experts -1: must not be negative"),
-        ({"rebalance_every": 5, "ep": 1}, "--rebalance-every 5: with --ep 1 one device has all experts of a layer"),
-        ({"redundant_experts": 2, "ep": 1}, "--redundant-experts 2: with --ep 1 one device has all experts"),
+        ({"rebalance_every": 5, "ep": 1}, "--rebalance-every 5: with --ep 1 one device has all experts of a layer; "
+         "give --ep 2 or more, or --rebalance-every None"),
+        ({"redundant_experts": 2, "ep": 1}, "--redundant-experts 2: .* give --ep 2 or more, or --redundant-experts 0"),
         ({"redundant_experts": 3, "ep": 4}, "3: with 8 experts makes 11, which --ep 4 devices cannot hold equally many "
          "of; try 0 or 4"),
         ({"redundant_experts": 25, "ep": 4}, "25: must be at most 24, with which each of the 4 devices has all 8"),
