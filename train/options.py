@@ -113,9 +113,14 @@ def resumed(name: str | None, runs: Path) -> TrainConfig:
     file, options = runs / name / "config.json", TrainConfig()
     if os.path.exists(file):  # of a folder that may not be read, too, whose name an error will tell
         options = apply(options, read_file(file), f"--resume: {file}")
+    return configure(lasting(options), name=name, runs=runs)
+
+
+def lasting(options: TrainConfig) -> TrainConfig:
+    """Options without those of one start: with another process's number one would wait for the others for ever."""
     for flag in _OF_ONE_START:
         options = replaced(options, FLAGS[flag], option(TrainConfig(), flag))
-    return configure(options, name=name, runs=runs)
+    return options
 
 
 def find_preset(name: str) -> Mapping[str, Any]:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from train.checks import check
-from train.config import FLAGS, ConfigError, TrainConfig, configure, make_schedule, option
+from train.config import FLAGS, ConfigError, TrainConfig, configure, make_schedule, option, replaced
+from train.figures.folder import write_config
 from train.options import apply, in_todays_sections, parse, plain
 from train.presets import PRESETS
 
@@ -164,6 +165,9 @@ def test_a_resumed_run_has_its_options_but_those_of_one_start(section, name, val
     options = parse(command).options
     assert options == configure(name="x", runs=tmp_path, seed=7)
     check(options)
+    # Nor does another run inherit them that takes its options from there.
+    write_config(replaced(TrainConfig(), (section, name), value), tmp_path / "x")
+    assert parse(["--config", str(tmp_path / "x" / "config.json")]).options == TrainConfig()
     given = () if value is True else (str(value),)
     asked = parse([*command, f"--{name.replace('_', '-')}", *given]).options
     assert str(getattr(getattr(asked, section), name)) == str(value)

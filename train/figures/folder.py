@@ -10,7 +10,7 @@ from pathlib import Path
 
 from train.config import ConfigError, TrainConfig
 from train.figures.metrics import read_records
-from train.options import plain
+from train.options import lasting, plain
 
 METRICS = "metrics.jsonl"
 CONFIG = "config.json"
@@ -100,9 +100,9 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def write_config(config: TrainConfig, folder: Path) -> None:
-    """Leave all options there, in the form that --config reads."""
+    """Leave all options there but those of one start, in the form that --config reads."""
     new = folder / f"{CONFIG}.new"
-    new.write_text(json.dumps(plain(config), indent=2) + "\n")
+    new.write_text(json.dumps(plain(lasting(config)), indent=2) + "\n")
     os.replace(new, folder / CONFIG)
 
 
