@@ -107,8 +107,9 @@ def layer_plan(config: Config, schedule: Scheduled | int, costs: Costs | None = 
     num_ranks = len(set().union(*ranks))
     if num_stages < 1 or config.num_layers < max(1, num_ranks - 2):
         raise ValueError(
-            f"layer_plan: {num_stages} stages on {num_ranks} ranks need a layer on each rank, the two ends aside, and "
-            f"there are {config.num_layers}; from 1 to {max(1, config.num_layers + 2)} ranks are possible."
+            f"layer_plan: the schedule's {num_stages} stages on {num_ranks} ranks need a layer on each rank, the two "
+            f"ends aside, and there are {config.num_layers}; from 1 to {max(1, config.num_layers + 2)} ranks are "
+            "possible."
         )
     least = int(config.num_layers >= num_stages - 2)
 

@@ -149,7 +149,7 @@ def main(minutes):
     """Draw for so many minutes, and print how many arguments were tried and what became of them."""
     seen, until = collections.Counter(), time.monotonic() + 60 * minutes
 
-    @settings(max_examples=200, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=200, database=None, deadline=None, suppress_health_check=list(HealthCheck))
     @given(st.sampled_from(CHECKED), WRONG)
     def draw(argument, value):
         try:
