@@ -109,7 +109,7 @@ def layer_plan(config: Config, schedule: Scheduled | int, costs: Costs | None = 
         raise ValueError(
             f"layer_plan: the schedule's {num_stages} stages on {num_ranks} ranks need a layer on each rank, the two "
             f"ends aside, and there are {config.num_layers}; from 1 to {max(1, config.num_layers + 2)} ranks are "
-            "possible."
+            "possible"
         )
     least = int(config.num_layers >= num_stages - 2)
 

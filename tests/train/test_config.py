@@ -37,7 +37,7 @@ REFUSED = {
     "nodes": (["--ep-nodes", "3"], "--ep 2 --ep-nodes 3: as many devices on each node; give a number of nodes that"),
     "no nodes": (["--ep-nodes", "0"], "--ep-nodes 0: must be at least 1"),
     "experts": (["--ep", "3", "--pp", "2", "--microbatch-size", "3"], "--ep 3: must divide the 8 experts"),
-    "layers": (["--layers=1", "--pp=8", "--ep=1", "--microbatches=16"], "each of the schedule's 8 ranks one"),
+    "layers": (["--layers=1", "--pp=8", "--ep=1", "--microbatches=16"], "8 ranks need a layer on each rank"),
     "stages": (["--stages-per-rank", "4"], "dualpipe takes no --stages-per-rank; interleaved_1f1b, "),
     "model": (["--model", "huge"], "--model huge: there are v3, v2, v2-lite, 67b-a2b, small, tiny, byte"),
     "missing data": (["--data", "nowhere.txt"], "--data: cannot read nowhere.txt: No such file or directory"),
