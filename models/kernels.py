@@ -54,7 +54,8 @@ class Kernels:
         "megablox", Pallas' grouped matmul for TPU, for buffers that 128 divides; to "hopper", Pallas' for H100
         and H200, or "blackwell", that for B200 and GB200, both for 16 bits; or to "triton", ours for any GPU from
         the A100 on. "float8" rounds what is multiplied to eight bits, forward and backward, on devices that
-        ``parallel.check_float8`` takes, and multiplies it as "auto" does.
+        ``parallel.check_float8`` takes, and multiplies it as "auto" does; in eight bits where that is "hopper", equal
+        groups too, but for gradients of matrices.
       interpret: run Pallas kernels in interpret mode, for tests on a CPU.
 
     Raises:

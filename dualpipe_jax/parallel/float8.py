@@ -116,7 +116,7 @@ def decode(bytes_SW: Array, dim: int, dtype: Any) -> Array:
 def check_device(device: Any) -> None:
     """Refuse a device that does not convert to float8.
 
-    CPUs and TPUs do, and GPUs from ``FIRST_GPU`` on. None multiplies in float8 here: see ``float8_matmul``.
+    CPUs and TPUs do, and GPUs from ``FIRST_GPU`` on. Which multiplies in float8, too, says ``float8_matmul``.
 
     Args:
       device: a device of JAX's, present or only compiled for.

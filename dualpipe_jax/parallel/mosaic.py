@@ -5,8 +5,8 @@ A tile without rows loads and multiplies nothing, so a buffer that is an eighth 
 JAX's own kernel does (``jax.experimental.pallas.ops.gpu.ragged_dot_mgpu``, which passes over none). Where groups have
 few rows, as in a step of decode, which takes as long as it reads matrices, each matrix that is asked for is read once.
 Gradients of matrices are added, in float32, to their sum over the microbatches so far; JAX's own kernel rounds them to
-the rows' dtype. All take 16 bits, and widths that ``LANES`` divides; others are padded here. None runs on a CPU:
-``emulate`` computes what they would write, for tests.
+the rows' dtype. All take 16 bits, and the product on a Hopper eight, too; and widths that ``LANES`` divides: others are
+padded here. None runs on a CPU: ``emulate`` computes what they would write, for tests.
 
 Shape suffixes: R rows, G groups, D in, F out; K rows of a block.
 """

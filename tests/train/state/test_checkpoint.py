@@ -350,10 +350,15 @@ def test_check_says_which_are_whole(run, capsys):
     assert main(["--check", str(run.folder)]) == 0
 
 
-def test_a_flipped_digit_beside_the_arrays_is_damage(run, capsys):
-    """A run goes on from what it had read: that must be what was saved, as the arrays must."""
+@pytest.fixture
+def about(run):
+    """What is written about the second of two steps."""
     run.save(1, 2)
-    about = run.folder / FOLDER / "2" / "_CHECKPOINT_METADATA"
+    return run.folder / FOLDER / "2" / "_CHECKPOINT_METADATA"
+
+
+def test_a_flipped_digit_beside_the_arrays_is_damage(run, about, capsys):
+    """A run goes on from what it had read: that must be what was saved, as the arrays must."""
     text = about.read_text()
     about.write_text(text.replace('"loss": 2.5', '"loss": 2.7'))
     assert main(["--check", str(run.folder)]) == 1
@@ -368,10 +373,8 @@ def test_a_flipped_digit_beside_the_arrays_is_damage(run, capsys):
     assert run.steps() == [1] and any(told in text for text in run.said)
 
 
-def test_damage_of_what_is_written_about_a_step_is_told(run, capsys):
+def test_damage_of_what_is_written_about_a_step_is_told(run, about, capsys):
     """A flipped bit leaves JSON that Orbax takes, or with which it does not open the folder at all."""
-    run.save(1, 2)
-    about = run.folder / FOLDER / "2" / "_CHECKPOINT_METADATA"
     text = about.read_text()
     about.write_text(text.replace('"fingerprints"', '"fingerprintr"'))
     assert main(["--check", str(run.folder)]) == 1
