@@ -279,7 +279,12 @@ def products(x, w, dy, sizes=None, **how):
     return y, *pull(dy)
 
 
-jitted = jax.jit(products, static_argnames=("kernel", "gradient", "interpret"))
+jitted = jax.jit(
+    products,
+    static_argnames=("kernel", "gradient", "interpret"),
+    # With YNNPACK XLA sums gradients of bfloat16 matrices in bfloat16 on a CPU, from JAX 0.11 on.
+    compiler_options={"xla_cpu_experimental_ynn_fusion_type": ""},
+)
 
 
 def close(got, wanted, magnitudes, rtol=0.0):

@@ -95,6 +95,15 @@ def test_virtual_devices_are_asked_for():
     narrow: dict[str, str] = {}
     set_devices(configure(pp=2, ep=3, precision="bfloat16"), narrow)
     assert narrow["XLA_FLAGS"].endswith(" --xla_cpu_experimental_ynn_fusion_type=")
+    counted = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    set_devices(configure(pp=2, ep=3, precision="bfloat16"), counted)
+    assert counted["XLA_FLAGS"].split()[1:] == ["--xla_cpu_experimental_ynn_fusion_type="], (
+        "whoever counts them"
+    )
+    said = "--xla_cpu_experimental_ynn_fusion_type=reduce"
+    own = {"XLA_FLAGS": said}
+    set_devices(configure(pp=2, ep=3, precision="bfloat16"), own)
+    assert own["XLA_FLAGS"].count("ynn") == 1 and own["XLA_FLAGS"].startswith(said), "whose flag it is"
     accelerator: dict[str, str] = {}
     set_devices(configure(devices="accelerator"), accelerator)
     assert accelerator == {}, "left to JAX"

@@ -11,7 +11,8 @@ _PATIENCE = (  # virtual devices share the cores: on a busy machine a collective
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
 _BFLOAT16 = "--xla_cpu_experimental_ynn_fusion_type="
-"""No YNNPACK: its products of bfloat16 in float32 wait for threads that other devices' permutes hold, for minutes."""
+"""No YNNPACK: its products of bfloat16 in float32 wait for threads that other devices' permutes hold, for minutes; and
+from JAX 0.11 on XLA leaves it gradients of bfloat16 matrices that it does not take, and then sums them in bfloat16."""
 _DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
@@ -56,11 +57,12 @@ def make_virtual(
       How many JAX will find if it finds no accelerator.
     """
     flags = environ.get("XLA_FLAGS", "")
-    if counts := _DEVICE_COUNT.findall(flags):
-        return int(counts[-1])
-    ours = [f"--xla_force_host_platform_device_count={needed}", *_PATIENCE, *[_BFLOAT16] * bfloat16]
+    counts = _DEVICE_COUNT.findall(flags)
+    ours = [] if counts else [f"--xla_force_host_platform_device_count={needed}", *_PATIENCE]
+    if bfloat16 and _BFLOAT16 not in flags:
+        ours.append(_BFLOAT16)
     environ["XLA_FLAGS"] = " ".join([*flags.split(), *ours])
-    return needed
+    return int(counts[-1]) if counts else needed
 
 
 def too_few_devices(config: TrainConfig, num_found: int, source: str = "JAX finds") -> str:
