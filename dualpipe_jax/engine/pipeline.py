@@ -62,7 +62,7 @@ class Pipeline:
 
     params: {"stages", "shared"} as in ``StagedModel``; "stages" with a leading stage dim in model order, a list of one
       tree for each stage, or as ``place`` gives it. Gradients have the same form: float0 for integers and keys, None
-      for what is frozen (see ``trained``).
+      for other leaves that are frozen (see ``trained``).
     batch: leaves [num_microbatches, microbatch size, ...]; the microbatch size is cut over "dp" and "ep". A schedule
       with two pipes sends the first half of the microbatches into pipe 0.
     key: a typed PRNG key of the step, or None; see ``At.key``.

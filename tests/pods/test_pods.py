@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import jax
 import pytest
 
 from dualpipe_jax.__main__ import main
@@ -260,9 +261,14 @@ def test_guards_that_were_measured_are_part_of_a_tick(tmp_path):
     file = tmp_path / "rates.json"
     guards = {"loop": {"taken_seconds": 2e-6}, "switch": {"taken_seconds": 1e-5}}
     file.write_text(json.dumps({"rates": {"memory": 1e12, "guards": guards}}))
-    for target, cycles in (("v5e:4x4", 2e-6 * 1.5e9), ("h100:1x8", 2e-6 * 1.83e9)):
+    for target, version, cycles in (
+        ("v5e:4x4", (0, 12), 2e-6 * 1.5e9),
+        ("h100:1x8", (0, 10), 2e-6 * 1.83e9),
+        ("h100:1x8", (0, 11), 1e-5 * 1.83e9),  # its conditionals copy nothing
+    ):
         request = Request(Plan(), target, "units", rates=str(file))
-        assert guards_of(request, targets.Target.parse(target)) == pytest.approx(cycles)
+        with mock.patch.object(jax, "__version_info__", version):
+            assert guards_of(request, targets.Target.parse(target)) == pytest.approx(cycles)
     assert guards_of(Request(Plan(), "v5e:4x4", "units"), targets.Target.parse("v5e:4x4")) == 0
 
 
