@@ -94,7 +94,7 @@ def test_it_says_what_it_does_and_leaves_its_files(finished):
     assert f"step {STEPS}/{STEPS}  loss" in process.stdout
     run = folder / "runs" / "short"
     assert sorted(path.name for path in run.iterdir()) == [
-        *("checkpoints", "config.json", "environment.json", "metrics.jsonl"),
+        *("checkpoints", "config.json", "environment.json", "lock", "metrics.jsonl"),
         *("profile", "report.html", "schedule.txt"),
     ]
     assert json.loads((run / "config.json").read_text())["step"]["schedule"] == "dualpipe"

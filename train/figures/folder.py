@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -16,6 +17,7 @@ METRICS = "metrics.jsonl"
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
 SCHEDULE = "schedule.txt"
+LOCK = "lock"
 
 
 def find(config: TrainConfig, *, resume: bool) -> Path | None:
@@ -62,28 +64,43 @@ def made(config: TrainConfig, *, resume: bool) -> Path:
 
 @contextmanager
 def claimed(config: TrainConfig, *, resume: bool) -> Iterator[Path]:
-    """The run's folder, as ``made`` makes it, locked as long as this process lives, however it ends.
+    """The run's folder, as ``made`` makes it, held as ``held`` holds it.
 
     Raises:
       ConfigError: it cannot be made or belongs to another run, ended or running.
     """
     folder = made(config, resume=resume)
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError as error:
-        raise _unmade(folder, error) from None
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ConfigError(
-                f"--name {folder.name}: a process is at work in {folder}; let it end first"
-            ) from None
+    with held(folder, folder / LOCK):
         if not resume and begun(folder):  # since we looked
             raise _taken(folder)
         yield folder
-    finally:
-        os.close(handle)
+
+
+@contextmanager
+def held(folder: Path, lock: Path) -> Iterator[None]:
+    """Hold a run's folder by a file that one process can lock, as long as this process lives, however it ends.
+
+    What the file says is who locked it last. That it is there says nothing: the system unlocks it when a process ends.
+
+    Raises:
+      ConfigError: another process holds it, or the file cannot be written.
+    """
+    with writing(folder):
+        file = lock.open("a+")  # "w" would wipe out who holds it
+    with file:
+        with writing(folder):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                raise ConfigError(
+                    f"--name {folder.name}: {file.read() or 'another process'} is at work in {folder}; let it end, or "
+                    "stop it there with SIGTERM, at which it saves"
+                ) from None
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+        yield
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dualpipe_jax.processes import free_port, gpu_environment, too_few_gpus
 from train.config import ConfigError, LaunchConfig, TrainConfig, configure, make_schedule
-from train.figures.folder import made, writing
+from train.figures.folder import LOCK, held, made, writing
 from train.options import plain
 from train.processes.devices import asked_devices, set_devices
 from train.processes.watcher import Told, run_once
@@ -40,7 +40,8 @@ def supervise(config: TrainConfig, *, resume: bool) -> int:
     What happens is told in ``runs/NAME/processes/story.log``; what the processes say stands beside it.
 
     Raises:
-      ConfigError: devices cannot be shared out, another run has that name, or its folder cannot be written.
+      ConfigError: devices cannot be shared out, another run has that name, another supervisor is at work on it, or its
+        folder cannot be written.
     """
     count, needed = config.launch.processes or 1, config.step.num_devices
     set_devices(config, {}, num_processes=count)
@@ -60,7 +61,8 @@ def supervise(config: TrainConfig, *, resume: bool) -> int:
         with writing(of_run):
             return command_lines(config, folder / f"{attempt}", resume=resume or attempt > 0)
 
-    with Told() as told:
+    # Not the run's own lock: that is process 0's, and free while processes are started again.
+    with held(of_run, folder / LOCK), Told() as told:
         return keep_going(config, commands, folder, told)
 
 

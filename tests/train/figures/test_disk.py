@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+import platform
 import shutil
 from contextlib import closing
 from types import SimpleNamespace
@@ -114,7 +116,9 @@ def test_a_start_that_failed_can_be_made_again(tmp_path, left):
         (folder / METRICS).write_text(left)
         raise OSError(errno.ENOSPC, "No space left on device")
     assert find(config, resume=False) == folder
-    told = "--name run: a process is at work in"
+    told = (
+        f"--name run: process {os.getpid()} on {platform.node()} is at work in {folder}; let it end, or stop"
+    )
     with claimed(config, resume=False), pytest.raises(ConfigError, match=told):
         claimed(config, resume=False).__enter__()
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -211,6 +212,38 @@ def test_what_the_supervisor_cannot_write_is_one_line(tmp_path):
         supervise(config, resume=False)
     folder = tmp_path / "x" / "processes"
     assert keep_going(config, lambda *_: quick(0, 0), folder, Told()) == 0
+
+
+SUPERVISES = """
+import sys
+from pathlib import Path
+from train.config import configure
+from train.processes import supervise
+
+def keep_going(*_):
+    print("at work", flush=True)
+    sys.stdin.read()
+
+supervise.keep_going = keep_going
+supervise.supervise(configure(processes=2, pp=2, ep=1, name="x", runs=Path(sys.argv[1])), resume=True)
+"""
+
+
+def test_one_supervisor_at_a_time(tmp_path, monkeypatch):
+    """The second is told of the first; of one that was killed nothing stays."""
+    monkeypatch.setattr("train.processes.supervise.keep_going", lambda *_: 7)
+    config = configure(processes=2, pp=2, ep=1, name="x", runs=tmp_path)
+    line = [sys.executable, "-c", SUPERVISES, str(tmp_path)]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline() == "at work\n"
+        with pytest.raises(ConfigError) as refused:
+            supervise(config, resume=True)
+        first.kill()
+    assert str(refused.value) == (
+        f"--name x: process {first.pid} on {platform.node()} is at work in {tmp_path}/x; let it end, or stop it there "
+        "with SIGTERM, at which it saves"
+    )
+    assert supervise(config, resume=True) == 7
 
 
 def test_restarts_come_to_an_end(tmp_path, capfd):
