@@ -211,7 +211,9 @@ def _ended(workers: Sequence[Worker], told: Told) -> Outcome:
         return Outcome(code, why, (final[0].id,))
     culprits = _culprits(workers)
     why = "; ".join(
-        f"process {worker.id} {_how(worker.code)} in {worker.doing or 'its start'}" for worker in culprits
+        f"process {worker.id} {'was stopped' if worker.code is None else _how(worker.code)} "
+        f"in {worker.doing or 'its start'}"
+        for worker in culprits
     )
     rest = [worker for worker in workers if worker not in culprits]
     if rest:
@@ -221,13 +223,14 @@ def _ended(workers: Sequence[Worker], told: Told) -> Outcome:
 
 
 def _culprits(workers: Sequence[Worker]) -> list[Worker]:
-    """Who failed first, as far as codes tell: a killed process before one that raised, and both before those that
-    noticed that another was gone, or that JAX aborted because of it."""
+    """Who failed first, as far as codes tell: a stopped or killed process before one that raised or waited for longer
+    than ``--patience``, and all before those that noticed that another was gone, or that JAX aborted because of it."""
+    stopped = [worker for worker in workers if worker.code is None and worker.is_stopped()]
     failed = [worker for worker in workers if worker.code]
     killed = [worker for worker in failed if worker.code is not None and worker.code < 0]
     by_hand = [worker for worker in killed if worker.code != -signal.SIGABRT]
     raised = [worker for worker in failed if worker not in killed and worker.code != BEREFT]
-    return by_hand or raised or failed
+    return [*stopped, *by_hand] or raised or failed
 
 
 def _how(code: int | None) -> str:

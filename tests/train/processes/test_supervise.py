@@ -281,6 +281,32 @@ def test_who_raised_or_died_is_told_from_who_noticed(tmp_path):
     assert outcome.why.startswith(told)
 
 
+STOPS = """
+import os, signal, sys
+from pathlib import Path
+Path(sys.argv[1]).write_text(str(os.getpid()))
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+WAITS = """
+import sys, time
+from pathlib import Path
+pid = Path(sys.argv[1])
+while not (pid.exists() and pid.read_text()) or ") T " not in Path(f"/proc/{pid.read_text()}/stat").read_text():
+    time.sleep(0.1)
+sys.exit(1)
+"""
+
+
+def test_who_is_stopped_is_told_from_who_waited_too_long(tmp_path, monkeypatch):
+    """With a ``--patience`` shorter than a silence has to be, the timer of the process that waits ends that first."""
+    monkeypatch.setattr(watcher, "GRACE_S", 0.0)
+    lines = [[sys.executable, "-c", code, str(tmp_path / "pid")] for code in (WAITS, STOPS)]
+    outcome = run_once(lines, tmp_path / "0", Told(), os.environ)
+    assert outcome.culprits == (1,)
+    assert outcome.why == "process 1 was stopped in its start; then process 0 ended with code 1"
+
+
 @pytest.mark.parametrize(
     ("changes", "lost", "left"),
     [
