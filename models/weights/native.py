@@ -7,6 +7,8 @@ at a time, or some small ones.
 """
 
 import dataclasses
+import hashlib
+import json
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -27,6 +29,9 @@ from models.weights.faults import quiet, reason
 
 FORMAT = 1
 PREFIX = "params/"
+
+PROOF = "digest"
+"""Name of what proves all else that is written beside the arrays. Earlier trainers wrote none, nor does ``write``."""
 
 
 def write(folder: Path, config: Config, params: Tree, published: Mapping[str, Any]) -> None:
@@ -83,12 +88,14 @@ def open_lazily(folder: Path, check: Check | None = None) -> tuple[Config, Tree,
       ``check`` finds something; what is written beside the arrays.
 
     Raises:
-      WeightsError: there is no such folder, or nothing can be read of it. Its arrays are not those of its
-        configuration; all are listed.
+      WeightsError: there is no such folder, or nothing can be read of it. What is written beside its arrays is not
+        what was saved. Its arrays are not those of its configuration; all are listed.
     """
     facts = _whole(folder, lambda: ocp.metadata(folder.absolute()).custom_metadata or {})
     if not facts:
         raise WeightsError(folder, ["cannot be read: its _CHECKPOINT_METADATA says nothing of a model"])
+    if problem := altered(facts):
+        raise WeightsError(folder, [problem])
     if facts.get("format") != FORMAT or "model" not in facts:
         raise WeightsError(folder, [f"format {facts.get('format')}, must be {FORMAT}"])
     config = _config(folder, facts["model"])
@@ -121,6 +128,20 @@ def open_lazily(folder: Path, check: Check | None = None) -> tuple[Config, Tree,
 
     params = jax.tree.unflatten(treedef, [lazy(path) for path, _ in leaves])
     return config, params, facts
+
+
+def digest(facts: Mapping[str, Any]) -> str:
+    """A hash of what is written beside the arrays, of which ``PROOF`` is none, as JSON holds it."""
+    told = json.loads(json.dumps({name: value for name, value in facts.items() if name != PROOF}))
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def altered(facts: Mapping[str, Any]) -> str | None:
+    """What to say of facts that are not those that were saved; None where they are, or nothing proves them."""
+    found = digest(facts)
+    if facts.get(PROOF, found) == found:
+        return None
+    return "what its _CHECKPOINT_METADATA says is not what was saved"
 
 
 AT_ONCE = 64 << 20

@@ -2,9 +2,7 @@
 
 import dataclasses
 import datetime
-import hashlib
 import importlib.metadata
-import json
 import platform
 from collections.abc import Mapping
 from typing import Any
@@ -12,15 +10,13 @@ from typing import Any
 import jax
 
 import models
+from models.weights.native import PROOF, digest
 from train.config import TrainConfig
 from train.errors import CheckpointError
 from train.options import in_todays_sections, plain
 
 FORMAT = 1
 """Of what is written: raised when an older reader would misread it."""
-
-PROOF = "digest"
-"""Name of what proves the other facts. Earlier trainers wrote none."""
 
 ANY_ORDER = "in any order"
 
@@ -105,12 +101,6 @@ def at_step(
         **({} if carried is None else {"carried": dict(carried)}),
     }
     return found | {PROOF: digest(found)}
-
-
-def digest(facts: Facts) -> str:
-    """A hash of facts, of which ``PROOF`` is none, as JSON holds them."""
-    told = json.loads(json.dumps({name: value for name, value in facts.items() if name != PROOF}))
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 MUST_AGREE = {

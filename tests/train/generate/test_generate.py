@@ -19,6 +19,7 @@ import tokenizers
 import models
 from models.decode import SamplingParams
 from models.decode.text import Bytes
+from models.weights.__main__ import main as convert
 from tests.models.decode.small_models import random_params, small, whole
 from tests.train.state.test_state import by_name
 from train.config import TrainConfig
@@ -38,8 +39,9 @@ def checkpoint(run, step, **changes):
     """As a run leaves one: layers in one array, facts beside them."""
     flat = jax.tree.map(jax.numpy.asarray, by_name(random_params(CONFIG)))
     facts = describe(TrainConfig(), CONFIG, "corpus", flat, BYTES.fingerprint)
-    facts = at_step(facts, step, fingerprints(flat), {"loss": 1.0}, None)
-    ocp.save(run / "checkpoints" / str(step), flat, custom_metadata=facts | changes)
+    prints = changes.pop("fingerprints", fingerprints(flat))
+    facts = at_step(facts | changes, step, prints, {"loss": 1.0}, None)
+    ocp.save(run / "checkpoints" / str(step), flat, custom_metadata=facts)
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +173,24 @@ def test_a_damaged_step_is_a_line_and_the_one_before_is_taken(run, tmp_path, cap
     words = "warning: .*/30: cannot be read: ValueError: NOT_FOUND: .*; trying an earlier step"
     assert re.fullmatch(words, told)
     assert len(told) < 400 and capfd.readouterr() == ("", "") and caplog.text == ""
+
+
+def test_a_flipped_digit_beside_the_arrays_is_damage(run, tmp_path, capsys):
+    """One of the model's numbers that no array's shape tells."""
+    shutil.copytree(run / "checkpoints" / "20", tmp_path / "checkpoints" / "20")
+    about = tmp_path / "checkpoints" / "20" / "_CHECKPOINT_METADATA"
+    written = about.read_text()
+    about.write_text(written.replace('"rope_theta": 10000.0', '"rope_theta": 10000.5'))
+    assert about.read_text() != written
+    told = "what its _CHECKPOINT_METADATA says is not what was saved"
+    assert main([str(tmp_path), "--prompt", PROMPT, "--max-tokens", "1"]) == 1
+    said = capsys.readouterr().err
+    assert f"warning: {tmp_path}/checkpoints/20: {told}; trying an earlier step" in said
+    assert f"error: none of the checkpoints in {tmp_path}/checkpoints is whole" in said
+    assert convert([str(about.parent), str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == f"error: {about.parent}:\n  {told}\n"
+    about.write_text(written)
+    assert convert([str(about.parent), str(tmp_path / "out")]) == 0
 
 
 def test_a_run_whose_tokenizer_is_another(tmp_path, capsys):
