@@ -2,16 +2,21 @@
 
 import datetime
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
 import numpy as np
+from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from models.serve.errors import Refused
+
+MAX_TURNS = 10_000_000
+"""Turns of loops and calls after which a template is not waited for: some seconds."""
 
 
 class Chat:
@@ -27,10 +32,8 @@ class Chat:
     """
 
     def __init__(self, template: str, names: Mapping[str, str], encode: Callable[[str], np.ndarray]):
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
-        )
-        environment.filters["tojson"] = _tojson
+        environment = _Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
+        environment.filters |= {"tojson": _tojson, _TURNS: _turns}
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         try:
             self._template = environment.from_string(template)
@@ -59,6 +62,52 @@ class Chat:
             return self._encode(self.write(messages))
         except UnicodeEncodeError as error:
             raise Refused(400, f"messages: are not a text of Unicode: {error}", param="messages") from None
+
+
+class _Counting(Context):
+    """What a template knows while it is rendered once, and how many turns of its loops and calls that took."""
+
+    num_turns = 0
+
+    def count(self) -> None:
+        self.num_turns += 1
+        if self.num_turns > MAX_TURNS:
+            raise jinja2.TemplateError(
+                f"it is not done after {MAX_TURNS:,} turns of its loops and calls; send fewer or shorter messages, or "
+                "serve the model with a template that takes them"
+            )
+
+
+class _Bounded(ImmutableSandboxedEnvironment):
+    """A sandbox in which every rendering ends: nobody can end a thread from outside."""
+
+    context_class = _Counting
+
+    def _generate(self, source: nodes.Template, *args: Any, **options: Any) -> str:
+        for loop in source.find_all(nodes.For):
+            loop.iter = nodes.Filter(
+                loop.iter, _TURNS, [], [], None, None, lineno=loop.lineno, environment=self
+            )
+        return super()._generate(source, *args, **options)
+
+    # Named as in its base: what a template calls may have arguments of any name.
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        assert isinstance(__context, _Counting)
+        __context.count()
+        if args and isinstance(__obj, LoopContext):
+            args = _turns(__context, args[0]), *args[1:]
+        return super().call(__context, __obj, *args, **kwargs)
+
+
+_TURNS = "turns of a loop"
+"""Name of a filter that no template can write."""
+
+
+@jinja2.pass_context
+def _turns(context: _Counting, items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        context.count()
+        yield item
 
 
 class _Generation(Extension):

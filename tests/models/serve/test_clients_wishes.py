@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 
 import httpx
+import jinja2
 import numpy as np
 import pytest
 import tokenizers
@@ -253,6 +254,42 @@ def test_templates_that_will_not_do(tmp_path):
     assert checkpoint(tmp_path, where="file").chat_template and load_tokenizer(tmp_path).special == {
         "bos_token": "<begin>", "eos_token": "<end>",
     }  # fmt: skip
+
+
+MACRO = "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(N) }}"
+LOOPS = "{% for a in range(N) %}{% for b in messages * N if b %}{% endfor %}{% endfor %}"
+TREE = "{% for a in [N] recursive %}{% if a %}{{ loop([a - 1, a - 1]) }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "ends", "never"),
+    [(MACRO, 8, 9), (LOOPS, 30, 32), (TREE, 8, 9)],
+)
+def test_a_template_that_does_not_end_is_ended(monkeypatch, template, ends, never):
+    """Macros and loops that call themselves double what is done with each level."""
+    monkeypatch.setattr("models.serve.chat.MAX_TURNS", 1000)
+    chat = Chat(template.replace("N", str(ends)), {}, as_tokens)
+    assert [chat.write([{"role": "user"}]).strip() for _ in range(3)] == [""] * 3, "each begins to count anew"
+    with pytest.raises(
+        Refused, match="refuses them: it is not done after 1,000 turns .*; send fewer or shorter"
+    ) as no:
+        Chat(template.replace("N", str(never)), {}, as_tokens).write([{"role": "user"}])
+    assert no.value.status == 400
+
+
+def test_loops_are_jinjas():
+    """Whatever a template may ask of one."""
+    template = """{% for m in messages if m.x != 2 %}{{ loop.index }}/{{ loop.length }} {{ loop.revindex0 }}
+{{ (loop.previtem or m).x }} {{ (loop.nextitem or m).x }} {{ loop.last }} {{ loop.changed(m.x > 3) }}
+{{ loop.cycle("a", "b") }} {% else %}{% endfor %}
+{% for m in messages recursive %}{{ m.x }}{{ loop.depth }}{{ loop(m.of) if m.of }}{% endfor %}
+{% for m in messages[5:] %}{% else %}none{% endfor %}
+{% for m in messages[::-1] %}{% if m.x == 3 %}{% continue %}{% endif %}{{ m.x }}{% endfor %}
+{% for k, v in messages[0].items() %}{{ k }}{{ v }}{% endfor %}{% for c in "word" %}{{ c }},{% endfor %}"""
+    messages = [{"x": x, "of": [{"x": 10 * x}]} for x in (1, 2, 3, 4, 5)]
+    plain = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    wanted = plain.from_string(template).render(messages=messages)
+    assert Chat(template, {}, as_tokens).write(messages) == wanted and "4/4 0\n4 5 True" in wanted
 
 
 def test_a_model_without_a_template_says_so():
