@@ -70,6 +70,9 @@ HERE = ("127.0.0.1", "::1", "localhost")
 def test_hosts_and_origins(gates, hosts, headers, status):
     found = httpx.get(f"{gates[hosts]}/health", headers=headers)
     assert found.status_code == status
+    assert not [name for name in found.headers if name.startswith("access-control")], (
+        "nothing of CORS, see docs"
+    )
     if status == 403:
         assert found.json()["error"]["message"].endswith(
             ("--allow-host lets others in", "--allow-host lets them")
