@@ -57,7 +57,7 @@ def test_the_plan_is_read_back_and_moves_are_limited(capsys, tmp_path):
     np.save(tmp_path / "a.npy", loads)
     plan, later = tmp_path / "plan.json", tmp_path / "later.json"
     asked = tmp_path / "a.npy", "--devices", 8, "--slots", 5, "--windows", 1
-    assert "the worst of 1 windows of 3 counts" in run(capsys, *asked, "-o", plan)
+    assert "the worst of 1 window of 3 counts" in run(capsys, *asked, "-o", plan)
     entries = json.loads(plan.read_text())
     placed = Placement.from_json(entries)
     assert entries["layout"] == {"num_devices": 8, "num_slots": 5, "num_nodes": 1, "num_groups": None}

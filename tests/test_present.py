@@ -23,6 +23,12 @@ def test_columns_line_up_and_figures_stand_to_the_right():
     assert str(Table(("name", "n", "why"), ROWS)) == "name    n   why\na     1.5     x\nbb     20  sync"
 
 
+def test_of_one_there_are_no_several():
+    found = [numbers.how_many(number, "rank") for number in (0, 1, 2)]
+    assert found == ["0 ranks", "1 rank", "2 ranks"] and numbers.how_many(1, "batch", "es") == "1 batch"
+    assert numbers.how_many(3, "batch", "es") == "3 batches"
+
+
 def test_a_ruled_table_with_names_at_both_ends():
     table = Table(("name", "n", "why"), ROWS, left=(0, 2), ruled=True)
     assert str(table) == "name    n  why\n----  ---  ----\na     1.5  x\nbb     20  sync"

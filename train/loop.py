@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from dualpipe_jax.present.numbers import how_many
 from train.data import Batch, Prefetch
 from train.errors import DivergedError, Stopped
 from train.figures.metrics import Display, Pace, say
@@ -100,7 +101,7 @@ def train(
                 back = int(state.step)
                 if balancer is not None:
                     state = balancer.resume(state, checkpoints.restored.get("balance") if back else None)
-                told = f"{reason}; back to step {back}, skipping the {step + 1 - back} batches since"
+                told = f"{reason}; back to step {back}, skipping the {how_many(step + 1 - back, 'batch', 'es')} since"
                 file.write({"step": step + 1, "event": told})
                 say(console, f"warning: {told}")
                 progress = progress.back(step + 1, back)

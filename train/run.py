@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from dualpipe_jax.present.numbers import how_many
 from dualpipe_jax.schedule import simulate
 from dualpipe_jax.schedule.formats.text import format_grid
 from models.kernels import Kernels
@@ -122,7 +123,7 @@ def conclude(
     """Train to the end and say what came of it; ``kept`` are the records of an earlier part of the run."""
     num_steps, unit = this.config.optimizer.steps, this.corpus.vocabulary.unit
     if int(state.step) >= num_steps:
-        say(console, f"all {num_steps} steps are done; --steps says how many there should be")
+        say(console, f"the last step, {num_steps}, is done; --steps says how many there should be")
         export_weights(this, state, console, processes)
         return
     first, carried = int(state.step), dict(checkpoints.restored.get("carried", {}))
@@ -210,8 +211,8 @@ def introduce(this: Run, folder: Path, console: Console) -> None:
         console,
         f"model      {config.model.name}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active for a {unit}\n"
         f"experts    {describe_dispatch(config)}\n"
-        f"data       {corpus.num_documents} documents: {corpus.num_tokens / 1e6:.1f} M {unit}s to train on, "
-        f"{corpus.num_heldout / 1e6:.1f} M held out\n"
+        f"data       {how_many(corpus.num_documents, 'document')}: {corpus.num_tokens / 1e6:.1f} M {unit}s to train "
+        f"on, {corpus.num_heldout / 1e6:.1f} M held out\n"
         f"step       {' x '.join(map(str, config.batch_shape[:2]))} sequences of {config.sequence} {unit}s\n"
         f"recipe     {describe_recipe(config, this.recipe)}\n"
         f"devices    {config.step.layout}, {jax.devices()[0].platform}\n"

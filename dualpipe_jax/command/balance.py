@@ -15,7 +15,7 @@ from dualpipe_jax.balance.placement import count_moves, read_placement
 from dualpipe_jax.command.loads import read_loads
 from dualpipe_jax.command.options import CommandError, Count, check_files
 from dualpipe_jax.command.output import say_written, show, show_json
-from dualpipe_jax.present.numbers import amount, percent
+from dualpipe_jax.present.numbers import amount, how_many, percent
 from dualpipe_jax.present.table import Table
 
 MOST_OF_A_LAYER, MOST_SLOTS = 65_536, 1_000_000
@@ -89,7 +89,7 @@ class Balance:
             f"{layers} layers x {experts} experts on {layout.num_devices} devices of {layout.num_slots} slots"
         )
         if given.ndim == 3:
-            title += f"; the worst of {len(loads)} windows of {len(given)} counts"
+            title += f"; the worst of {how_many(len(loads), 'window')} of {how_many(len(given), 'count')}"
         name = "in order" if self.previous is None else str(self.previous)
         rows = [
             (name, found.before, 0),

@@ -23,7 +23,7 @@ from dualpipe_jax.pods.plain import plain
 from dualpipe_jax.pods.plan import Plan as Chosen
 from dualpipe_jax.pods.planner import Choice, Wanted, layout_of
 from dualpipe_jax.pods.results import Answer
-from dualpipe_jax.present.numbers import gib, in_runs, percent
+from dualpipe_jax.present.numbers import gib, how_many, in_runs, percent
 from dualpipe_jax.present.table import Table
 from dualpipe_jax.step_options import AboveZero, Remat, Shard, StepOptions
 
@@ -187,7 +187,8 @@ class Plan:
                 {"target": self.target} | found | {"nearest": None if nearest is None else plain(nearest)}
             )
             return 0 if plans else 1
-        title = f"{self.given.model} on {self.target}: {len(plans)} plans fit"
+        fit = f"{how_many(len(plans), 'plan')} {'fits' if len(plans) == 1 else 'fit'}"
+        title = f"{self.given.model} on {self.target}: {fit}"
         parts: list[str | Table] = [title]
         if search.answers.dispatches:
             parts += [rooms(self.dispatch, search.capacity_factor)]

@@ -14,7 +14,7 @@ from dualpipe_jax.pods.bounds import Bounds, Cut, Excluded
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.planner import Case, Choice, Prices, Wanted, layout_of
 from dualpipe_jax.pods.results import Answer
-from dualpipe_jax.present.numbers import in_runs, percent
+from dualpipe_jax.present.numbers import how_many, in_runs, percent
 from dualpipe_jax.step_options import Shard
 
 
@@ -112,7 +112,7 @@ class Search:
                 continue
             tried.add(case)
             known = len(self.prices)
-            title = f"at least {bounds.seconds(case):.4g} s, {len(shorter) - 1} cases left"
+            title = f"at least {bounds.seconds(case):.4g} s, {how_many(len(shorter) - 1, 'case')} left"
             self.consider(case, shards, title, bounds)
             for prices in self.prices[known:]:
                 bounds.learn(prices)
@@ -183,7 +183,7 @@ class Search:
         if not cases:
             print("no case fits", file=sys.stderr)
             return
-        lines = [f"{len(cases)} cases are left; by their products and bubbles alone a step takes at least"]
+        lines = [f"{how_many(len(cases), 'case')} left; by products and bubbles alone a step takes at least"]
         counted = [case for case in cases if bounds.is_counted(Cut.of(case.plan))]
         others = [bounds.seconds(case) for case in cases if not bounds.is_counted(Cut.of(case.plan))]
         for case in heapq.nsmallest(_FIRST, counted, key=bounds.seconds):

@@ -275,7 +275,8 @@ class Bounds:
             return needs
         fit = [case for case in self.cases[cut] if self._may_fit[case]]
         size = min(map(self.memory, fit)) / 2**30
-        return f"{len(fit)} cases may fit, at least {min(map(self.seconds, fit)):.4g} s, {size:.1f} GiB"
+        cases = "case" if len(fit) == 1 else "cases"
+        return f"{len(fit)} {cases} may fit, at least {min(map(self.seconds, fit)):.4g} s, {size:.1f} GiB"
 
     def memory(self, case: Case) -> float:
         """Bytes that a device needs, about, in the plan of a counted case that needs least of those that may fit."""

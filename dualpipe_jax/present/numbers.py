@@ -47,6 +47,11 @@ class Units:
         return f"{title}, {self.memory}" if self.memory not in ("", BYTES) else title
 
 
+def how_many(number: int, noun: str, plural: str = "s") -> str:
+    """How many there are of something: 1 rank, 2 batches with ``plural`` "es"."""
+    return f"{number} {noun}{'' if number == 1 else plural}"
+
+
 def number(value: float, decimals: int = 3, of: float = 0.0) -> str:
     """A number with at most so many decimals, one below 1 with three digits: 165.5, 33, 0.333, 0.0625.
 

@@ -513,7 +513,7 @@ def test_what_is_told_meanwhile(capsys):
     assert re.fullmatch(
         r"2 x 4, 4 sequences, remat all, capacity: 2 cases may fit, at least \d.\d+ s, 3.0 GiB", cut
     )
-    assert first == "2 cases are left; by their products and bubbles alone a step takes at least"
+    assert first == "2 cases left; by products and bubbles alone a step takes at least"
     assert [line.split(": ")[1].split(",")[0] for line in bounds] == ["dualpipe", "zb_h1"]
     sizes = [float(line.split(" s, ")[1].split(" GiB")[0]) for line in bounds]
     assert sizes[0] > sizes[1] == 3.0, "DualPipe keeps each stage twice"

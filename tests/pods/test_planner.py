@@ -420,13 +420,17 @@ def test_interrupted_it_goes_on_where_it_was(studied, tmp_path, capsys):
 
 
 def test_a_case_that_fails_is_not_the_end(studied, tmp_path, capsys):
-    _, events = studied
+    asked, events = studied
     events[1] = CommandError("--ep 4: must divide the 6 experts")
     events[5] = Died("ended by SIGABRT\nwords", "compiling", {})
     assert planned(tmp_path) == 1
     out = capsys.readouterr().out
     for words in (": 0 plans fit\n", "--ep 4: must divide the 6 experts", "ended by SIGABRT\n"):
         assert words in out
+    events.pop(5)
+    del asked[:]
+    assert planned(tmp_path / "anew") == 0
+    assert "on v5e:2x4: 1 plan fits\n" in capsys.readouterr().out
 
 
 def test_where_nothing_fits_options_are_told_that_would_make_it_fit(monkeypatch, tmp_path, capsys):

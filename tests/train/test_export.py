@@ -133,7 +133,7 @@ def test_a_finished_run_is_exported_with_its_tokenizer(written, tmp_path):
     out, done = Console(file=io.StringIO(), width=300), state._replace(step=3)
     conclude(this, done, tmp_path, None, None, out, [], Processes())
     said = out.file.getvalue()
-    assert "all 3 steps are done" in said and f"weights         {folder}" in said
+    assert "the last step, 3, is done" in said and f"weights         {folder}" in said
     assert (folder / "tokenizer.json").read_text() == "words"
     assert (folder / "tokenizer_config.json").read_text() == "ends"
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 7

@@ -255,6 +255,8 @@ def test_without_a_checkpoint_it_begins_anew_and_gives_up_where_that_does_not_he
     _, said, learnt, _ = run({1: NAN}, path, config=SKIP)
     assert learnt == [0, 1, 2, 3, 4, 5, 6, 7]
     assert "loss is nan at step 2; back to step 0, skipping the 2 batches since" in said
+    _, said, _, _ = run({2: NAN}, path, FakeCheckpoints(every=2), config=SKIP)
+    assert "loss is nan at step 3; back to step 2, skipping the 1 batch since" in said
     with pytest.raises(DivergedError, match="going back to step 0 did not help; lower --learning-rate"):
         run([NAN] * 40, path, config=SKIP)
     message = "grad_norm is nan at step 3; lower --learning-rate, or --on-trouble skip goes back"

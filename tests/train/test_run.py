@@ -89,7 +89,7 @@ def finished(folder):
 @pytest.mark.slow
 def test_it_says_what_it_does_and_leaves_its_files(finished):
     folder, process = finished
-    for words in ("M parameters", "1 documents", "pp 2 x ep 2, cpu", "rank 1: ", "held-out loss"):
+    for words in ("M parameters", "1 document:", "pp 2 x ep 2, cpu", "rank 1: ", "held-out loss"):
         assert words in process.stdout
     assert f"step {STEPS}/{STEPS}  loss" in process.stdout
     run = folder / "runs" / "short"
@@ -209,7 +209,7 @@ def test_a_finished_run_keeps_the_options_that_it_had(finished):
     shutil.copytree(folder / "runs" / "short", own)
     before = {name: (own / name).read_bytes() for name in ("config.json", "schedule.txt", "environment.json")}
     other = shlex.split("--schedule zb_v --pp 1 --ep 1 --learning-rate 1e-9 --steps 18")
-    assert "all 18 steps are done" in go_on_here(folder, "ended", *other)
+    assert "the last step, 18, is done" in go_on_here(folder, "ended", *other)
     assert before == {name: (own / name).read_bytes() for name in before}
     assert curve(folder, "ended") == curve(folder, "short")
     of_bytes().save(str(folder / "other.json"))

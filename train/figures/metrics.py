@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
+from dualpipe_jax.present.numbers import how_many
+
 
 class MetricsFile:
     """``metrics.jsonl``: an object a line, written at once: a run that is cut short keeps what it wrote.
@@ -69,7 +71,7 @@ class MetricsFile:
         except OSError as error:
             lost = self._waiting.count(b"\n")
             raise OSError(
-                error.errno, f"{error.strerror}; its last {lost} records are lost", str(self._path)
+                error.errno, f"{error.strerror}; lost at its end: {how_many(lost, 'record')}", str(self._path)
             ) from None
         finally:
             self._file.close()

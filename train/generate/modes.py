@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from dualpipe_jax.parallel import EP, make_mesh
+from dualpipe_jax.present.numbers import how_many
 from models import Dispatch
 from models.decode import Completion, Engine, Limits, PrefixFolder, RequestError, SamplingParams, decoder
 from models.decode.text import Stream
@@ -179,9 +180,8 @@ def _told(one: Completion, waited: float, took: float) -> str:
     rate = f", then {(len(one.tokens) - 1) / took:,.1f} tokens/s" if len(one.tokens) > 1 and took > 0 else ""
     drafts = f"; {one.num_accepted} of {one.num_drafted} drafts right" if one.num_drafted else ""
     known = f"; {one.num_reused} of the prompt's were known" if one.num_reused else ""
-    return (
-        f"{len(one.tokens)} tokens ({one.finish_reason}), the first after {waited:.1f} s{rate}{drafts}{known}"
-    )
+    tokens = how_many(len(one.tokens), "token")
+    return f"{tokens} ({one.finish_reason}), the first after {waited:.1f} s{rate}{drafts}{known}"
 
 
 @dataclasses.dataclass
@@ -235,7 +235,8 @@ def answer_all(loaded: Loaded, options: Options, out: TextIO, say: Say) -> int:
     failed = sum("error" in one.answer for one in asked)
     drafts = sum(one.answer.get("num_accepted", 0) for one in asked)
     say(
-        f"{len(asked)} prompts, {failed} failed; {num_tokens} tokens in {took:.1f} s, {num_tokens / took:,.1f} tokens/s"
+        f"{how_many(len(asked), 'prompt')}, {failed} failed; {how_many(num_tokens, 'token')} in {took:.1f} s, "
+        f"{num_tokens / took:,.1f} tokens/s"
         + (f"; {drafts} drafts right" if options.drafts else "")
         + (f"; {num_known} of the prompts' tokens were known" if num_known else "")
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from dualpipe_jax.present.numbers import how_many
 from train.data import DataError
 from train.data.manifest import Manifest, find_damage, read_manifest
 from train.data.remote import is_url
@@ -46,7 +47,7 @@ def verify(options: Options, report: Report) -> int:
         report.say(line)
     manifest = read_manifest(Path(options.out))
     damaged = f"{len(damage)} damaged" if damage else "all whole"
-    report.say(f"{options.out}: {len(manifest.shards)} shards, {damaged}")
+    report.say(f"{options.out}: {how_many(len(manifest.shards), 'shard')}, {damaged}")
     return 1 if damage else 0
 
 
@@ -64,7 +65,7 @@ def summary(manifest: Manifest, out: str) -> str:
         f"documents  {origin['documents']} kept; dropped: {dropped or 'none'}\n"
         f"tokens     {train} to train on, {heldout} held out, {each:.2f} bytes each\n"
         f"vocabulary {manifest.vocab}, stored as {manifest.dtype}\n"
-        f"files      {out}/: {len(manifest.shards)} shards; {then}"
+        f"files      {out}/: {how_many(len(manifest.shards), 'shard')}; {then}"
     )
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dualpipe_jax.installing import install_command
+from dualpipe_jax.present.numbers import how_many
 from train.data import DataError
 from train.prepare.files import Folder, url_of
 from train.prepare.workers import Report, ShareOut, versions
@@ -56,7 +57,8 @@ def connected(address: str, work: Folder, mark: str, report: Report) -> Iterator
     signal.signal(signal.SIGTERM, at_end)  # Ray's own would end it otherwise than without a cluster
     try:
         nodes = sum(node["Alive"] for node in ray.nodes())
-        report.say(f"Ray cluster of {nodes} nodes, {ray.cluster_resources().get('CPU', 0):g} cores")
+        cores = round(ray.cluster_resources().get("CPU", 0))
+        report.say(f"Ray cluster of {how_many(nodes, 'node')}, {how_many(cores, 'core')}")
         task = ray.remote(num_cpus=1, max_retries=0)(_run)  # Ray's own retries are endless for want of memory
         yield functools.partial(_share_out, functools.partial(task.remote, work, mark, versions()), report)
     finally:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
+from dualpipe_jax.present.numbers import how_many
 from dualpipe_jax.processes import free_port, gpu_environment, too_few_gpus
 from train.config import ConfigError, LaunchConfig, TrainConfig, configure, make_schedule
 from train.figures.folder import LOCK, held, made, writing
@@ -94,7 +95,9 @@ def keep_going(
     story, most = Story(folder / "story.log"), config.launch.restarts
     for attempt in range(most + 1):
         lines = commands(config, attempt)
-        story.tell(f"start {attempt}: {len(lines)} processes, logs in {folder}/{attempt}.*.log")
+        story.tell(
+            f"start {attempt}: {how_many(len(lines), 'process', 'es')}, logs in {folder}/{attempt}.*.log"
+        )
         outcome = run_once(lines, folder / str(attempt), told, os.environ, environment_of(config))
         story.tell(outcome.why)
         if outcome.code is not None:
@@ -103,10 +106,12 @@ def keep_going(
             break
         if config.launch.shrink:
             fewer = smaller(config, len(outcome.culprits))
-            story.tell(f"going on with {fewer.launch.processes} processes, {fewer.step.layout}")
+            story.tell(
+                f"going on with {how_many(fewer.launch.processes or 1, 'process', 'es')}, {fewer.step.layout}"
+            )
             config = fewer
         story.tell(f"restart {attempt + 1} of {most}, from the last good checkpoint")
-    story.tell(f"given up after {most} restarts")
+    story.tell(f"given up after {how_many(most, 'restart')}")
     return 1
 
 

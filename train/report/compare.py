@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dualpipe_jax.present.numbers import how_many
 from train.config import FLAGS, ConfigError, option
 from train.report.folder import RunFolder
 from train.report.page import charts, loss_chart, render
@@ -48,13 +49,14 @@ class Comparison:
     def __str__(self) -> str:
         if not self.common:
             return f"{self.name}: no step in common"
-        rest = f"; {self.only} steps are in one of them alone" if self.only else ""
+        rest = f"; {how_many(self.only, 'step')} in one of them alone" if self.only else ""
         if self.first is None:
-            return f"{self.name}: bitwise equal in {' and '.join(METRICS)} at all {self.common} common steps{rest}"
+            common = how_many(self.common, "common step")
+            return f"{self.name}: bitwise equal in {' and '.join(METRICS)} at each of {common}{rest}"
         step, metric, ours, theirs = self.first
         return (
             f"{self.name}: differs from step {step} on, {metric} {ours!r} against {theirs!r}; "
-            f"losses differ by {self.largest:.3g} at most over {self.common} common steps{rest}"
+            f"losses differ by {self.largest:.3g} at most over {how_many(self.common, 'common step')}{rest}"
         )
 
 

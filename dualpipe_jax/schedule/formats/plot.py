@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dualpipe_jax.present.figure import FAINT, IDLE, INK, POINTS, new_figure, save
-from dualpipe_jax.present.numbers import Units, percent
+from dualpipe_jax.present.numbers import Units, how_many, percent
 from dualpipe_jax.schedule.blame import Link
 from dualpipe_jax.schedule.costs import HAIR, MemoryModel
 from dualpipe_jax.schedule.formats.colours import NAMES, colours, num_shades, shade_names
@@ -133,7 +133,7 @@ def _write_head(figure: "Figure", timeline: Timeline, peak: str, units: Units) -
     width, height = figure.get_size_inches()
     schedule = timeline.schedule
     ranks, microbatches = schedule.num_ranks, schedule.num_microbatches
-    title = f"{schedule.name}   {_count(ranks, 'rank')}, {_count(microbatches, 'microbatch', 'es')}"
+    title = f"{schedule.name}   {how_many(ranks, 'rank')}, {how_many(microbatches, 'microbatch', 'es')}"
     facts = f"bubble {percent(timeline.bubble)}   makespan {units.duration(timeline.makespan)}   peak {peak}"
     left = _LEFT / width
     figure.text(
@@ -189,7 +189,3 @@ def _size(timeline: Timeline) -> tuple[float, float]:
     wanted = 0.15 * timeline.makespan / short if short else 0.0
     width = min(max(wanted, 10.0), 36.0)
     return width + _LEFT + _RIGHT, 160 if width < 20 else 110
-
-
-def _count(number: int, what: str, plural: str = "s") -> str:
-    return f"{number} {what}{plural if number != 1 else ''}"

@@ -59,7 +59,9 @@ def test_records_wait_for_room(tmp_path):
     assert said[0] == f"warning: {full}; training goes on, and tries again"
     assert said[1] == f"{METRICS} is written again"
     assert said[2].startswith(f"warning: {METRICS} cannot be written")
-    assert said[3].startswith(f"warning: {METRICS} is not whole:") and "last 2 records are lost" in said[3]
+    assert (
+        said[3].startswith(f"warning: {METRICS} is not whole:") and "; lost at its end: 2 records" in said[3]
+    )
     assert len(said) == 4
 
 

@@ -91,7 +91,7 @@ def test_fewer_processes_go_on(tmp_path, capfd):
     config = configure(processes=2, restarts=1, shrink=True, schedule="one_f_one_b", pp=2, ep=1)
     assert keep_going(config, commands(tmp_path, asked), tmp_path / "logs", Told()) == 0
     captured = capfd.readouterr()
-    assert "going on with 1 processes, pp 1 x ep 1" in captured.err
+    assert "going on with 1 process, pp 1 x ep 1" in captured.err
     assert [line for line in captured.out.splitlines() if line.startswith("from")] == ["from 0", "from 4"]
 
 

@@ -178,7 +178,7 @@ def test_equal_runs_are_bitwise_equal(tmp_path, capsys):
         make_run(tmp_path / name, seed=ord(name))
     assert main(["--compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     said = capsys.readouterr().out
-    assert "bitwise equal in loss and grad_norm at all 3 common steps" in said
+    assert "bitwise equal in loss and grad_norm at each of 3 common steps" in said
     page = data_of((tmp_path / "compare-a-b.html").read_text())
     assert page["title"] == "a and b: bitwise equal"
     assert section(page, "Options that differ")["tables"][0]["rows"] == [["seed", "97", "98"]]
@@ -191,7 +191,7 @@ def test_the_last_bit_is_a_difference(tmp_path, capsys):
     assert main(["--compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     said = capsys.readouterr().out
     assert "differs from step 3 on, loss 0.30000000000000004 against 0.3000000000000001;" in said
-    assert "over 3 common steps; 1 steps are in one of them alone" in said
+    assert "over 3 common steps; 1 step in one of them alone" in said
 
 
 def test_gradient_norms_count_too_and_runs_without_a_common_step_are_not_equal(tmp_path):
