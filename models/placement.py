@@ -60,17 +60,14 @@ def expert_tables(
 
 def place_experts(params: Tree, tables: dict[str, np.ndarray]) -> Tree:
     """Return params of ``deepseek``, stages in model order, with experts placed as ``expert_tables`` says."""
-    stages = params["stages"]
-    held = jnp.asarray(tables["held"])
 
-    def take(leaf: Array, routing: Tree, slot: int) -> Array:
-        del routing
-        slots = held[:, slot].reshape(len(leaf), -1)
+    def take(leaf: Array, routing: Tree) -> Array:
+        slots = jnp.asarray(routing["held"]).reshape(len(leaf), -1)
         return jax.vmap(lambda experts, held: jnp.take(experts, held, axis=0))(leaf, slots)
 
-    placed = map_experts(take, {"stages": stages}, params)["stages"]
+    stages = map_experts(take, params, {"stages": {"routing": tables}})["stages"]
     routing = stages["routing"] | {name: jnp.asarray(table) for name, table in tables.items()}
-    return params | {"stages": placed | {"routing": routing}}
+    return params | {"stages": stages | {"routing": routing}}
 
 
 def placed_specs(specs: Tree, ep_axis: Axis) -> Tree:
@@ -80,13 +77,15 @@ def placed_specs(specs: Tree, ep_axis: Axis) -> Tree:
     return specs | {"stages": stages | {"routing": routing}}
 
 
-def map_experts(function: Callable[[Array, Tree, int], Any], tree: Tree, params: Tree) -> Tree:
-    """Apply ``function(leaf, routing, slot)`` to every leaf of experts in a tree, and leave the others.
+def map_experts(function: Callable[[Array, Tree], Any], tree: Tree, params: Tree) -> Tree:
+    """Apply ``function(leaf, routing)`` to every leaf of experts in a tree, and leave the others.
 
     Args:
-      function: of a leaf of one of a stage's slots for layers, and of the routing of its stages in ``params``.
+      function: of a leaf of one of a stage's slots for layers, and of the part of "routing" that is this layer's, each
+        table [stages, ...].
       tree: params, or anything that has trees of their form somewhere, such as an optimizer's state.
-      params: {"stages": ...}, in model order or placed by the engine, of which "routing" is read.
+      params: {"stages": ...}, in model order or placed by the engine, of which "routing" is read: arrays
+        [stages, slots, ...].
     """
 
     def is_stages(node: Any) -> bool:
@@ -101,7 +100,8 @@ def map_experts(function: Callable[[Array, Tree, int], Any], tree: Tree, params:
         at = within.index(DictKey("layers"))
         slot = within[at + 1]
         assert isinstance(slot, SequenceKey)
-        return function(leaf, stages[within[:at]]["routing"], slot.idx)
+        routing = stages[within[:at]]["routing"]
+        return function(leaf, {name: table[:, slot.idx] for name, table in routing.items()})
 
     return tree_map_with_path(visit, tree)
 
@@ -122,7 +122,7 @@ def sum_copies(grads: Tree, params: Tree, mesh: Mesh | AbstractMesh) -> Tree:
     """
     axis = expert_axis(mesh)
 
-    def total(gradient: Array, routing: Tree, slot: int) -> Array:
+    def total(gradient: Array, routing: Tree) -> Array:
         num_experts = routing["bias"].shape[-1]
 
         def on_device(gradient: Array, held_NS: Array) -> Array:
@@ -135,7 +135,7 @@ def sum_copies(grads: Tree, params: Tree, mesh: Mesh | AbstractMesh) -> Tree:
             in_specs=(PartitionSpec(PP, axis), PartitionSpec(PP)),
             out_specs=PartitionSpec(PP, axis),
         )
-        return mapped(gradient, routing["held"][:, slot])
+        return mapped(gradient, routing["held"])
 
     return map_experts(total, grads, params)
 
@@ -143,9 +143,9 @@ def sum_copies(grads: Tree, params: Tree, mesh: Mesh | AbstractMesh) -> Tree:
 def count_once(grads: Tree, params: Tree) -> Tree:
     """Return gradients with zeros for all copies of an expert but its first: what a norm is to be taken of."""
 
-    def first(gradient: Array, routing: Tree, slot: int) -> Array:
-        num_experts, held = routing["bias"].shape[-1], routing["held"][:, slot]
-        counts = jax.vmap(lambda table: first_copies(table, num_experts))(held)
+    def first(gradient: Array, routing: Tree) -> Array:
+        num_experts = routing["bias"].shape[-1]
+        counts = jax.vmap(lambda held: first_copies(held, num_experts))(routing["held"])
         counts = counts.reshape(*gradient.shape[:2], *(1,) * (gradient.ndim - 2))
         return jnp.where(counts, gradient, 0)
 

@@ -64,11 +64,6 @@ def place(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, 
     """
     # Before anything is read: it refuses what lacks an expert.
     copies = share_copies(held_RNS, num_experts, near=near)
-    rows = iter(held_RNS.reshape(len(held_RNS), -1))
-
-    def layer(own: Tree) -> Tree:
-        held_P = next(rows)
-        return _map_experts(lambda leaf: leaf.take(held_P), own)
 
     def put(leaf: Lazy, spec: PartitionSpec) -> Array:
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -78,24 +73,20 @@ def place(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, 
         made = jax.make_array_from_callback(leaf.shape, NamedSharding(mesh, spec), part)
         return made.block_until_ready()  # or the host would hold what waits to be sent
 
-    lazy = _map_routed(layer, weights)
+    lazy = _map_experts(lambda leaf, held_P: leaf.take(held_P), weights, held_RNS.reshape(len(held_RNS), -1))
     return _with_copies(read_all(put, lazy, weight_specs(lazy)), copies, mesh)
 
 
 def in_order_again(weights: Tree, held_RNS: np.ndarray) -> Tree:
     """Return placed weights with experts once and in order, as ``prepare`` made them; these are lazy."""
-    rows = iter(held_RNS.reshape(len(held_RNS), -1))
 
-    def layer(own: Tree) -> Tree:
-        _, first = np.unique(next(rows), return_index=True)
+    def once(leaf: Array, held_P: np.ndarray) -> Lazy:
+        _, first = np.unique(held_P, return_index=True)
+        shape = len(first), *leaf.shape[1:]
+        return Lazy(shape, np.dtype(leaf.dtype), lambda index: on_host(leaf)[first][index])
 
-        def once(leaf: Array) -> Lazy:
-            shape = len(first), *leaf.shape[1:]
-            return Lazy(shape, np.dtype(leaf.dtype), lambda index: on_host(leaf)[first][index])
-
-        return _map_experts(once, {name: value for name, value in own.items() if name != "copies"})
-
-    return _map_routed(layer, weights)
+    whole = _map_experts(once, weights, held_RNS.reshape(len(held_RNS), -1))
+    return _map_routed(lambda own: {name: own[name] for name in own if name != "copies"}, whole)
 
 
 def with_copies(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, near: bool) -> Tree:
@@ -104,8 +95,7 @@ def with_copies(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mes
 
 
 def _with_copies(weights: Tree, copies: Iterable[np.ndarray], mesh: Mesh) -> Tree:
-    rows = iter(copies)
-    return _map_routed(lambda own: own | {"copies": _spread(next(rows), mesh, OVER_EP)}, weights)
+    return _map_routed(lambda own, row: own | {"copies": _spread(row, mesh, OVER_EP)}, weights, copies)
 
 
 def moved(weights: Tree, before_RNS: np.ndarray, after_RNS: np.ndarray, num_experts: int, mesh: Mesh) -> Tree:
@@ -118,13 +108,12 @@ def moved(weights: Tree, before_RNS: np.ndarray, after_RNS: np.ndarray, num_expe
 def _mover(mesh: Mesh) -> Any:
     def on_device(weights: Tree, send_RNNW: Array, take_RNS: Array) -> Tree:
         # The second dim of both is this device's own part, 1.
-        rows = iter(zip(send_RNNW[:, 0], take_RNS[:, 0], strict=True))
-
-        def layer(own: Tree) -> Tree:
-            send_NW, take_S = next(rows)
-            return _map_experts(lambda leaf: move_experts(leaf, send_NW, take_S, EP), own)
-
-        return _map_routed(layer, weights)
+        return _map_experts(
+            lambda leaf, send_NW, take_S: move_experts(leaf, send_NW, take_S, EP),
+            weights,
+            send_RNNW[:, 0],
+            take_RNS[:, 0],
+        )
 
     def everywhere(weights: Tree, send_RNNW: Array, take_RNS: Array) -> Tree:
         specs = weight_specs(weights)
@@ -149,19 +138,24 @@ def _num_rows(config: Config) -> int:
     return config.num_moe_layers + config.num_mtp_layers
 
 
-def _map_routed(function: Callable[[Tree], Tree], weights: Tree) -> Tree:
-    """Apply a function to each layer with experts, in the order of rows."""
+def _map_routed(function: Callable[..., Tree], weights: Tree, *tables: Iterable[Any]) -> Tree:
+    """Apply ``function(layer, *rows)`` to each layer with experts, with its own row of each table."""
+    rows = [*map(iter, tables)]
     return weights | {
-        name: [own if own["bias"] is None else function(own) for own in weights[name]]
+        name: [own if own["bias"] is None else function(own, *map(next, rows)) for own in weights[name]]
         for name in ("layers", "mtp")
     }
 
 
-def _map_experts(function: Callable[[Any], Any], own: Tree) -> Tree:
-    """Apply a function to each leaf of a layer's experts."""
-    return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: function(leaf) if _is_expert(path) else leaf, own
-    )
+def _map_experts(function: Callable[..., Any], weights: Tree, *tables: Iterable[Any]) -> Tree:
+    """Apply ``function(leaf, *rows)`` to each leaf of experts, with its layer's row of each table."""
+
+    def layer(own: Tree, *rows: Any) -> Tree:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: function(leaf, *rows) if _is_expert(path) else leaf, own
+        )
+
+    return _map_routed(layer, weights, *tables)
 
 
 def _is_expert(path: Any) -> bool:

@@ -56,18 +56,17 @@ def in_model_order(grads, schedule):
 
 def logical(grads, table):
     """Of each expert the gradient that its first copy has; that all copies have the same is asserted."""
-    held = table["held"]
 
-    def pick(leaf, routing, slot):
+    def pick(leaf, routing):
         stages = []
-        for stage, experts in enumerate(np.asarray(leaf)):
-            flat = held[stage, slot].reshape(-1)
+        for held, experts in zip(routing["held"], np.asarray(leaf), strict=True):
+            flat = held.reshape(-1)
             firsts = [int(np.flatnonzero(flat == e)[0]) for e in range(CONFIG.num_experts)]
             np.testing.assert_array_equal(experts, experts[firsts][flat])
             stages.append(experts[firsts])
         return np.stack(stages)
 
-    return map_experts(pick, grads, grads)
+    return map_experts(pick, grads, {"stages": {"routing": table}})
 
 
 @pytest.mark.parametrize(

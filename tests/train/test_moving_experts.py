@@ -273,16 +273,15 @@ def test_nodes_are_processes_with_equal_shares_in_a_row():
 def test_every_leaf_of_experts_is_found_and_no_other():
     seen = []
 
-    def note(leaf, routing, slot):
-        seen.append((routing["name"], slot))
+    def note(leaf, routing):
+        seen.extend(routing["name"].tolist())
         return leaf
 
     stage = {"layers": [{"mlp": {"experts": {"w": 1}, "gate": 2}}, {"mlp": {"experts": {"w": 1}}}]}
-    params = {
-        "stages": PlacedStages(tuple(stage | {"routing": {"name": name}} for name in "ab"), ((0,), (1,)))
-    }
+    names = ({"name": np.array([[stage + "0", stage + "1"]])} for stage in "ab")
+    params = {"stages": PlacedStages(tuple(stage | {"routing": name} for name in names), ((0,), (1,)))}
     map_experts(note, {"mu": params, "nu": params, "experts": 3}, params)
-    assert sorted(seen) == sorted(2 * [(name, slot) for name in "ab" for slot in range(2)])
+    assert sorted(seen) == sorted(2 * ["a0", "a1", "b0", "b1"])
 
 
 @pytest.fixture(scope="module")

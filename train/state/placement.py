@@ -161,8 +161,8 @@ class PlacedLayout(Layout):
         )
 
         def moved(state: TrainState, moves: Tree, tables: Tree | None) -> TrainState:
-            def bring(leaf: jax.Array, here: Tree, slot: int) -> jax.Array:
-                return move(leaf, here["send"][:, slot], here["take"][:, slot])
+            def bring(leaf: jax.Array, own: Tree) -> jax.Array:
+                return move(leaf, own["send"], own["take"])
 
             new = map_experts(bring, state, {"stages": moves})
             # Of what the optimizer does not own it has Nones, by name: the form, not the leaves, tells of tables.
