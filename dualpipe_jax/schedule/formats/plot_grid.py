@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -10,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 from dualpipe_jax.present.figure import FAINT, IDLE, INK, POINTS
 from dualpipe_jax.present.numbers import Units
 from dualpipe_jax.schedule.blame import Link
-from dualpipe_jax.schedule.costs import HAIR, MemoryModel
+from dualpipe_jax.schedule.costs import HAIR
 from dualpipe_jax.schedule.formats.colours import colours, is_dark, num_shades, shade
 from dualpipe_jax.schedule.ir import Action, Op
 from dualpipe_jax.schedule.optimize.bounds import bound_of_stages
+from dualpipe_jax.schedule.optimize.problem import Problem
 from dualpipe_jax.schedule.simulate import Timeline, sent_to
 
 if TYPE_CHECKING:
@@ -97,9 +97,7 @@ def draw_chain(axes: "Axes", chain: Sequence[Link]) -> None:
 
 def _draw_bound(axes: "Axes", timeline: Timeline, units: Units) -> None:
     schedule = timeline.schedule
-    bound = bound_of_stages(
-        schedule.placement, schedule.num_microbatches, timeline.costs, math.inf, MemoryModel()
-    )
+    bound = bound_of_stages(schedule.placement, Problem(schedule.num_microbatches, timeline.costs))
     if 0 < bound < timeline.makespan * (1 - HAIR):
         axes.axvline(bound, -0.01, 1.02, color="#c2185b", lw=1.4, gid="bound", zorder=0.8, clip_on=False)
         axes.annotate(

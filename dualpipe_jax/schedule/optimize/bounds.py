@@ -7,8 +7,9 @@ import math
 import numpy as np
 
 from dualpipe_jax.arguments import typechecked
-from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel, stages_a_share
+from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel
 from dualpipe_jax.schedule.ir import Placement
+from dualpipe_jax.schedule.optimize.problem import Problem
 from dualpipe_jax.schedule.recipes.classic import check_counts
 
 
@@ -103,26 +104,20 @@ def lower_bound(
       ValueError: if a count is below 1, the placement has another number of ranks, or its pipes cannot share the
         microbatches evenly.
     """
-    costs = CostModel() if costs is None else costs
-    memory = MemoryModel() if memory is None else memory
+    problem = Problem(num_microbatches, costs or CostModel(), memory or MemoryModel(), memory_limit)
     _check(num_ranks, num_microbatches, placement)
     if placement is None:
-        return _anywhere(num_ranks, num_microbatches, costs, memory_limit, memory)
-    share = stages_a_share(placement)
-    return bound_of_stages(
-        placement, num_microbatches, costs.divided(share), memory_limit, memory.divided(share)
-    )
+        return _anywhere(num_ranks, problem)
+    return bound_of_stages(placement, problem.of_stages(placement))
 
 
-def bound_of_stages(
-    placement: Placement, num_microbatches: int, costs: CostModel, memory_limit: float, memory: MemoryModel
-) -> float:
+def bound_of_stages(placement: Placement, problem: Problem) -> float:
     """``lower_bound`` on a placement, with costs and sizes of one stage."""
-    around = reaches(placement, costs)
+    around = reaches(placement, problem.costs)
     bound = max(reach.f + reach.rest for reach in around if not reach.head)
     for number, stages in enumerate(placement.stages_on):
-        rank = _Rank(placement, stages, num_microbatches // placement.num_pipes, costs, around)
-        fit = _fit(memory_limit - memory.at_rest(placement, number), memory)
+        rank = _Rank(placement, stages, problem, around)
+        fit = _fit(problem.limit - problem.memory.at_rest(placement, number), problem.memory)
         if fit < max(rank.stages_of_pipes):
             return math.inf
         bound = max(bound, rank.serial_bound(fit), rank.memory_bound(fit))
@@ -139,13 +134,9 @@ def _fit(room: float, memory: MemoryModel) -> float:
 
 class _Rank:
     def __init__(
-        self,
-        placement: Placement,
-        stages: tuple[int, ...],
-        microbatches: int,
-        costs: CostModel,
-        around: tuple[Reach, ...],
+        self, placement: Placement, stages: tuple[int, ...], problem: Problem, around: tuple[Reach, ...]
     ):
+        costs, microbatches = problem.costs, problem.num_microbatches // placement.num_pipes
         more = [costs.more(placement, stage) for stage in stages]
         self.around = [around[stage] for stage in stages]
         self.microbatches = microbatches
@@ -193,10 +184,9 @@ def _largest(of_stages: list[float], microbatches: int) -> np.ndarray:
     return np.concatenate([[0.0], np.cumsum(every)])
 
 
-def _anywhere(
-    num_ranks: int, num_microbatches: int, costs: CostModel, memory_limit: float, memory: MemoryModel
-) -> float:
+def _anywhere(num_ranks: int, problem: Problem) -> float:
     """The bound where nothing is known of the placement but that it shares the model over the ranks."""
+    num_microbatches, costs, memory = problem.num_microbatches, problem.costs, problem.memory
     # Every cut has both ends; of other stages only what they may take away holds for all.
     least = [
         more if stage in (0, -1) else tuple(min(0.0, cost) for cost in more)
@@ -206,7 +196,7 @@ def _anywhere(
     turn = min(costs.F, costs.FB) + min(costs.I, costs.FB)
     chain = num_ranks * turn + extra_f + extra_i
     work = num_microbatches * (min(costs.F + costs.B, costs.FB) + (extra_f + extra_i + extra_w) / num_ranks)
-    room = memory_limit - memory.parameters - memory.fixed - sum(min(0.0, m) for m in memory.extra.values())
+    room = problem.limit - memory.parameters - memory.fixed - sum(min(0.0, m) for m in memory.extra.values())
     each = memory.residual_i + memory.residual_w
     if room < each * (1 - HAIR):
         return math.inf

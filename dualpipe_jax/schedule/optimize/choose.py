@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel, at_most
 from dualpipe_jax.schedule.ir import Schedule
+from dualpipe_jax.schedule.optimize.problem import Problem
 from dualpipe_jax.schedule.optimize.search import check_amounts, search
 from dualpipe_jax.schedule.recipes import ALL_SCHEDULES, Recipe
 from dualpipe_jax.schedule.simulate import Timeline, simulate
@@ -94,36 +95,27 @@ def choose(
     """
     if schedules is None:
         schedules = ALL_SCHEDULES
-    costs, memory, schedules = costs or CostModel(), memory or MemoryModel(), tuple(schedules)
+    problem = Problem(num_microbatches, costs or CostModel(), memory or MemoryModel(), memory_limit)
+    schedules = tuple(schedules)
     makers = [(recipe.__name__, recipe) for recipe in schedules]
     if search_effort:  # search refuses what makes no sense
         check_amounts(memory_limit, search_effort, None)
         within = functools.partial(search, costs=costs, memory_limit=memory_limit, memory=memory)
         makers.append(("search", functools.partial(within, schedules=schedules, effort=search_effort)))
-    candidates = [
-        _candidate(name, recipe, (num_ranks, num_microbatches), costs, memory_limit, memory)
-        for name, recipe in makers
-    ]
+    candidates = [_candidate(name, recipe, num_ranks, problem) for name, recipe in makers]
     return tuple(sorted(candidates, key=lambda candidate: (not candidate.fits, candidate.makespan)))
 
 
-def _candidate(
-    name: str,
-    recipe: Recipe,
-    counts: tuple[int, int],
-    costs: CostModel,
-    memory_limit: float,
-    memory: MemoryModel,
-) -> Candidate:
+def _candidate(name: str, recipe: Recipe, num_ranks: int, problem: Problem) -> Candidate:
     try:
-        schedule = recipe(*counts)
-        own = costs.for_schedule(schedule)
+        schedule = recipe(num_ranks, problem.num_microbatches)
+        own = problem.costs.for_schedule(schedule)
     except ValueError as error:
         return Candidate(name, refused=str(error))
     timeline = simulate(schedule, own)
-    kept = timeline.memory(memory.for_schedule(schedule))
+    kept = timeline.memory(problem.memory.for_schedule(schedule))
     refused = ""
-    if not at_most(max(kept), memory_limit):
+    if not at_most(max(kept), problem.limit):
         rank = kept.index(max(kept))
-        refused = f"{name}: needs {max(kept):g} of memory on rank {rank}, but the limit is {memory_limit:g}"
+        refused = f"{name}: needs {max(kept):g} of memory on rank {rank}, but the limit is {problem.limit:g}"
     return Candidate(name, schedule, timeline, kept, refused)

@@ -6,10 +6,11 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
-from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel, at_most, stages_a_share
+from dualpipe_jax.schedule.costs import HAIR, at_most
 from dualpipe_jax.schedule.ir import Placement, Schedule
 from dualpipe_jax.schedule.optimize.greedy import Policy
 from dualpipe_jax.schedule.optimize.player import Player
+from dualpipe_jax.schedule.optimize.problem import Problem
 from dualpipe_jax.schedule.optimize.terms import make_terms
 from dualpipe_jax.schedule.simulate import simulate
 
@@ -55,14 +56,14 @@ class Finds:
     ``varied`` are the numbers of those of which every variant has been tried.
     """
 
-    def __init__(self, num_microbatches: int, costs: CostModel, memory: MemoryModel):
-        self.num_microbatches, self.costs, self.memory = num_microbatches, costs, memory
+    def __init__(self, problem: Problem):
+        self.problem = problem
         self.found: list[Found] = []
         self.varied: set[int] = set()
 
     def add(self, schedule: Schedule, fill: float | None = None) -> None:
-        timeline = simulate(schedule, self.costs.for_schedule(schedule))
-        kept = max(timeline.memory(self.memory.for_schedule(schedule)))
+        timeline = simulate(schedule, self.problem.costs.for_schedule(schedule))
+        kept = max(timeline.memory(self.problem.memory.for_schedule(schedule)))
         self.found.append(Found(timeline.makespan, len(self.found), schedule, kept, fill))
 
     def best(self, count: int, limit: float) -> list[Found]:
@@ -98,9 +99,8 @@ class Rung:
 
     def player(self, placement: Placement, fill: float = FILL) -> Player:
         if (placement, fill) not in self._players:
-            parts, finds = stages_a_share(placement), self._finds
-            costs, memory = finds.costs.divided(parts), finds.memory.divided(parts)
-            terms = make_terms(placement, finds.num_microbatches, costs, self.limit, memory)
+            within = dataclasses.replace(self._finds.problem, limit=self.limit)
+            terms = make_terms(placement, within.of_stages(placement))
             self._players[placement, fill] = Player(terms, fill)
         return self._players[placement, fill]
 

@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 from dualpipe_jax.arguments import typechecked
-from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel, at_most, stages_a_share
+from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel, at_most
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 from dualpipe_jax.schedule.optimize.bounds import bound_of_stages, check_shared
+from dualpipe_jax.schedule.optimize.problem import Problem
 from dualpipe_jax.schedule.optimize.programme import Programme
 from dualpipe_jax.schedule.optimize.terms import least_memory
 from dualpipe_jax.schedule.simulate import simulate
@@ -79,28 +80,28 @@ def optimum(
     given = f"optimum: got {placement.num_ranks} ranks and {num_microbatches} microbatches"
     check_shared(given, placement, num_microbatches)
     memory_limit = float(memory_limit)  # a whole number may be too long for NumPy
-    share = stages_a_share(placement)
-    costs = (CostModel() if costs is None else costs).divided(share)
-    memory = (MemoryModel() if memory is None else memory).divided(share)
-    unit, whole = _in_whole_steps(costs)
-    bound = bound_of_stages(placement, num_microbatches, whole, memory_limit, memory)
+    problem = Problem(num_microbatches, costs or CostModel(), memory or MemoryModel(), memory_limit)
+    problem = problem.of_stages(placement)
+    unit, costs_in_steps = _in_whole_steps(problem.costs)
+    whole = dataclasses.replace(problem, costs=costs_in_steps)
+    bound = bound_of_stages(placement, whole)
     if bound == math.inf:
         raise ValueError(
             f"{given}, but not even one microbatch fits memory_limit={memory_limit:g}; "
-            f"give at least {least_memory(placement, memory):g}"
+            f"give at least {least_memory(placement, problem.memory):g}"
         )
-    best = _best(placement, num_microbatches, costs, memory_limit, memory, incumbents)
+    best = _best(placement, problem, incumbents)
     ends = time.monotonic() + time_limit
-    horizon, last = math.ceil(bound - 1e-6), round(simulate(best, costs).makespan / unit)
+    horizon, last = math.ceil(bound - 1e-6), round(simulate(best, problem.costs).makespan / unit)
     while horizon < last:
-        programme = Programme(placement, num_microbatches, whole, memory_limit, memory, horizon)
+        programme = Programme(placement, whole, horizon)
         orders = programme.solve(max(0.0, ends - time.monotonic()))
         if orders is not None:
             if orders:
                 best = validate(Schedule("optimum", placement, num_microbatches, orders))
             break
         horizon += 1
-    found = simulate(best, costs).makespan
+    found = simulate(best, problem.costs).makespan
     return Optimum(best, found, min(found, horizon * unit))
 
 
@@ -129,19 +130,12 @@ def _in_whole_steps(costs: CostModel) -> tuple[float, CostModel]:
     return float(unit), whole
 
 
-def _best(
-    placement: Placement,
-    num_microbatches: int,
-    costs: CostModel,
-    memory_limit: float,
-    memory: MemoryModel,
-    incumbents: Iterable[Schedule],
-) -> Schedule:
+def _best(placement: Placement, problem: Problem, incumbents: Iterable[Schedule]) -> Schedule:
     """The shortest of the incumbents that fit and of one microbatch after another, which always fits."""
-    fitting = [_one_by_one(placement, num_microbatches)]
+    costs, fitting = problem.costs, [_one_by_one(placement, problem.num_microbatches)]
     for schedule in incumbents:
-        same = schedule.placement == placement and schedule.num_microbatches == num_microbatches
-        if same and at_most(max(simulate(schedule, costs).memory(memory)), memory_limit):
+        same = schedule.placement == placement and schedule.num_microbatches == problem.num_microbatches
+        if same and at_most(max(simulate(schedule, costs).memory(problem.memory)), problem.limit):
             fitting.append(schedule)
     return min(fitting, key=lambda schedule: simulate(schedule, costs).makespan)
 

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import numpy as np
 
 from dualpipe_jax.installing import install_command
-from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel
+from dualpipe_jax.schedule.costs import HAIR
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Slot
 from dualpipe_jax.schedule.optimize.bounds import reaches
+from dualpipe_jax.schedule.optimize.problem import Problem
 
 _MOST_VARIABLES = 50_000
 
@@ -36,19 +37,11 @@ class Programme:
     have no names; counts of what has ended say what may start.
     """
 
-    def __init__(
-        self,
-        placement: Placement,
-        num_microbatches: int,
-        costs: CostModel,
-        memory_limit: float,
-        memory: MemoryModel,
-        horizon: int,
-    ):
-        self.placement, self.costs, self.memory = placement, costs, memory
-        self.limit, self.horizon = memory_limit, horizon
-        self.each = num_microbatches // placement.num_pipes
-        self.around = reaches(placement, costs)
+    def __init__(self, placement: Placement, problem: Problem, horizon: int):
+        self.placement, self.horizon = placement, horizon
+        self.costs, self.memory, self.limit = problem.costs, problem.memory, problem.limit
+        self.each = problem.num_microbatches // placement.num_pipes
+        self.around = reaches(placement, self.costs)
         self.kinds: list[_Kind] = []
         for rank, stages in enumerate(placement.stages_on):
             for actions in self._possible(stages):
@@ -57,7 +50,7 @@ class Programme:
         self.rows: list[tuple[dict[int, float], float]] = []  # factors by column, and the least of their sum
         if self.size > _MOST_VARIABLES:
             raise ValueError(
-                f"optimum: {placement.num_ranks} ranks, {num_microbatches} microbatches and {horizon} steps "
+                f"optimum: {placement.num_ranks} ranks, {problem.num_microbatches} microbatches and {horizon} steps "
                 f"of time make {self.size} variables, more than {_MOST_VARIABLES}; give fewer, or costs "
                 "with a greater common unit"
             )

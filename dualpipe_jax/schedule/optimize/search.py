@@ -1,7 +1,6 @@
 """An automatic scheduler: the best of every named schedule, of many policies, and of what improves on them."""
 
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Iterable
@@ -11,8 +10,9 @@ from dualpipe_jax.schedule.costs import CostModel, MemoryModel, at_most
 from dualpipe_jax.schedule.ir import Placement, Schedule
 from dualpipe_jax.schedule.optimize.finds import Finds, Rung
 from dualpipe_jax.schedule.optimize.polish import polish
+from dualpipe_jax.schedule.optimize.problem import Problem
 from dualpipe_jax.schedule.optimize.seeds import Policies, served
-from dualpipe_jax.schedule.optimize.space import bounds_of, can_cost, ladder, placements_of, roomy
+from dualpipe_jax.schedule.optimize.space import bounds_of, can_cost, ladder, placements_of
 from dualpipe_jax.schedule.recipes import ALL_SCHEDULES, Recipe
 from dualpipe_jax.schedule.validate import validate
 
@@ -76,29 +76,27 @@ def search(
     """
     check_amounts(memory_limit, effort, seconds)
     memory_limit = float(memory_limit)  # a whole number may be too long for NumPy
-    costs, memory = costs or CostModel(), memory or MemoryModel()
+    problem = Problem(num_microbatches, costs or CostModel(), memory or MemoryModel(), memory_limit)
     placements = placements_of(num_ranks, num_microbatches, placement)
     if placement is None:
-        placements = [p for p in placements if can_cost(costs, p)]
-    roomy_in = functools.partial(roomy, placements, memory=memory)
-    bounds = functools.partial(bounds_of, num_microbatches=num_microbatches, costs=costs, memory=memory)
-    goal = min(bounds(roomy_in(memory_limit), memory_limit=memory_limit).values())
-    finds, policies = Finds(num_microbatches, costs, memory), Policies()
+        placements = [p for p in placements if can_cost(problem.costs, p)]
+    goal = min(bounds_of(placements, problem).values())
+    finds, policies = Finds(problem), Policies()
     for schedule in served(ALL_SCHEDULES if schedules is None else schedules, num_ranks, num_microbatches):
-        other = (
-            placement is None and schedule.placement.num_pipes == 1 and can_cost(costs, schedule.placement)
-        )
-        if schedule.placement in placements or other:
+        at = schedule.placement
+        other = placement is None and at.num_pipes == 1 and can_cost(problem.costs, at)
+        if at in placements or other:
             finds.add(schedule)
     ends = math.inf if seconds is None else time.monotonic() + seconds
-    parts = ladder(placements, memory, finds.turns())
+    parts = ladder(placements, problem, finds.turns())
     climbed = [limit for limit in parts if at_most(limit, memory_limit)]
     for number, limit in enumerate(climbed):
         if at_most(finds.shortest(memory_limit), goal):
             break
         now, share = time.monotonic(), min(1.0, _WHOLE * parts[limit] / sum(parts.values()))
         until = now + max(0.0, ends - now) / (len(climbed) - number)
-        rung = Rung(finds, limit, bounds(roomy_in(limit), memory_limit=limit), until)
+        bounds = bounds_of(placements, dataclasses.replace(problem, limit=limit))
+        rung = Rung(finds, limit, bounds, until)
         policies.sow(finds, rung, 1.5e6 * effort * share, round(_MOST_POLICIES * share))
         polish(finds, rung, 5e6 * effort * share, _MOST_TRIES * share)
     (best,) = finds.best(1, memory_limit)

@@ -69,7 +69,7 @@ class Policies:
                 break
         for _, _, placement, policy in distinct(self._tried)[:6]:
             orders, _ = play_greedily(rung.player(placement).terms, policy)
-            finds.add(Schedule("greedy", placement, finds.num_microbatches, orders))
+            finds.add(Schedule("greedy", placement, finds.problem.num_microbatches, orders))
 
     def _try_one(self, terms: Terms) -> float:
         """Play a policy under the terms of a placement; returns its makespan."""

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Iterable, Sequence
 
-from dualpipe_jax.schedule.costs import CostModel, MemoryModel, at_most, stages_a_share
+from dualpipe_jax.schedule.costs import CostModel, at_most, stages_a_share
 from dualpipe_jax.schedule.ir import Placement
-from dualpipe_jax.schedule.optimize.bounds import lower_bound
+from dualpipe_jax.schedule.optimize.bounds import bound_of_stages
+from dualpipe_jax.schedule.optimize.problem import Problem
 from dualpipe_jax.schedule.optimize.terms import least_memory
 from dualpipe_jax.schedule.recipes.classic import check_counts
 
@@ -56,44 +57,31 @@ def can_cost(costs: CostModel, placement: Placement) -> bool:
     return True
 
 
-def roomy(placements: Sequence[Placement], memory_limit: float, memory: MemoryModel) -> list[Placement]:
-    """Those placements that some schedule can be run on within the limit; an error if there are none."""
-    least = [least_memory(p, memory.divided(stages_a_share(p))) for p in placements]
-    roomy = [p for p, needs in zip(placements, least, strict=True) if at_most(needs, memory_limit)]
-    if not roomy:
-        modest = placements[least.index(min(least))]
+def bounds_of(placements: Sequence[Placement], problem: Problem) -> dict[Placement, float]:
+    """The time below which nothing ends, for each placement that some schedule can be run on within the limit.
+
+    An error if there are none.
+    """
+    of_stages = {p: problem.of_stages(p) for p in placements}
+    least = {p: least_memory(p, own.memory) for p, own in of_stages.items()}
+    modest = min(placements, key=least.__getitem__)
+    if not at_most(least[modest], problem.limit):
         raise ValueError(
-            f"search: got memory_limit={memory_limit:g}, but no schedule runs in less than {min(least):g}, "
+            f"search: got memory_limit={problem.limit:g}, but no schedule runs in less than {least[modest]:g}, "
             f"which one microbatch at a time takes on the placement {modest.pipes}; "
-            f"try memory_limit={min(least):g} or more"
+            f"try memory_limit={least[modest]:g} or more"
         )
-    return roomy
+    return {p: bound_of_stages(p, own) for p, own in of_stages.items() if at_most(least[p], problem.limit)}
 
 
-def bounds_of(
-    placements: Iterable[Placement],
-    num_microbatches: int,
-    costs: CostModel,
-    memory_limit: float,
-    memory: MemoryModel,
-) -> dict[Placement, float]:
-    """The time below which nothing ends, for each placement."""
-    return {
-        p: lower_bound(p.num_ranks, num_microbatches, costs, memory_limit, placement=p, memory=memory)
-        for p in placements
-    }
-
-
-def ladder(
-    placements: Sequence[Placement], memory: MemoryModel, turns: Iterable[float]
-) -> dict[float, float]:
+def ladder(placements: Sequence[Placement], problem: Problem, turns: Iterable[float]) -> dict[float, float]:
     """The limits to climb through, ascending, whatever the limit that is asked for; and of each its part of the effort.
 
     Where a longer named schedule gives way to a shorter one, without limit, and for as many activations as 1F1B
     keeps, it is a whole part; on the way between those half a part.
     """
-    ranks, unit = placements[0].num_ranks, memory.live
-    least = min(least_memory(p, memory.divided(stages_a_share(p))) for p in placements)
+    ranks, unit = placements[0].num_ranks, problem.memory.live
+    least = min(least_memory(p, problem.of_stages(p).memory) for p in placements)
     kept = 1.0  # of activations, where the least has one
     ladder: dict[float, float] = {}
     while unit and kept <= 1.5 * ranks:

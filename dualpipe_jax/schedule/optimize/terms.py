@@ -1,10 +1,10 @@
 """What work costs at each stage and what room each rank has, as plain numbers for the schedulers' loops."""
 
 import dataclasses
-import math
 
 from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel
 from dualpipe_jax.schedule.ir import Action, Op, Placement
+from dualpipe_jax.schedule.optimize.problem import Problem
 from dualpipe_jax.schedule.simulate import send_hold
 
 
@@ -44,23 +44,17 @@ class Terms:
     eps: float
 
 
-def make_terms(
-    placement: Placement,
-    num_microbatches: int,
-    costs: CostModel | None = None,
-    memory_limit: float = math.inf,
-    memory: MemoryModel | None = None,
-) -> Terms:
-    """The problem that costs, memory (both of one stage of the placement) and a limit per rank pose.
+def make_terms(placement: Placement, problem: Problem) -> Terms:
+    """A problem, its costs and sizes those of one stage, on a placement.
 
     The pipes share the microbatches evenly, and the limit is ``least_memory`` at least.
     """
-    costs, memory = costs or CostModel(), memory or MemoryModel()
+    costs, memory = problem.costs, problem.memory
     stages = range(placement.num_stages)
     more = [costs.more(placement, stage) for stage in stages]
     return Terms(
         placement=placement,
-        count=num_microbatches // placement.num_pipes,
+        count=problem.num_microbatches // placement.num_pipes,
         f=tuple(costs.F + f for f, _, _ in more),
         i=tuple(costs.I + i for _, i, _ in more),
         w=tuple(costs.W + w for _, _, w in more),
@@ -73,7 +67,8 @@ def make_terms(
         kept=memory.owed,
         stash=memory.stash,
         room=tuple(
-            memory_limit * (1 + HAIR) - memory.at_rest(placement, rank) for rank in range(placement.num_ranks)
+            problem.limit * (1 + HAIR) - memory.at_rest(placement, rank)
+            for rank in range(placement.num_ranks)
         ),
         eps=HAIR * (costs.F + costs.B + costs.FB + costs.dearest_send),
     )

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dualpipe_jax.schedule import CostModel, MemoryModel, Op, Placement, Schedule, lower, simulate, validate
 from dualpipe_jax.schedule.optimize.greedy import Policy, play_greedily
+from dualpipe_jax.schedule.optimize.problem import Problem
 from dualpipe_jax.schedule.optimize.terms import least_memory, make_terms
 from dualpipe_jax.schedule.recipes import one_f_one_b, zb_v
 
@@ -46,10 +47,10 @@ policies = st.builds(
 )
 
 
-def greedy(placement, microbatches, costs=None, memory_limit=math.inf, memory=None, policy=None):
+def greedy(placement, problem, policy=None):
     """The schedule of a policy, all costs and sizes those of one stage."""
-    terms = make_terms(placement, microbatches, costs, memory_limit, memory)
-    return Schedule("greedy", placement, microbatches, play_greedily(terms, policy or Policy())[0])
+    orders, _ = play_greedily(make_terms(placement, problem), policy or Policy())
+    return Schedule("greedy", placement, problem.num_microbatches, orders)
 
 
 @st.composite
@@ -72,9 +73,9 @@ def cost_models(draw):
 def test_any_policy_ends_within_any_memory(placement, per_pipe, costs, sizes, data, policy):
     limit = least_memory(placement, sizes) * data.draw(st.sampled_from((1, 1, 1.3, 2, 5, math.inf)))
     microbatches = per_pipe * placement.num_pipes
-    terms = make_terms(placement, microbatches, costs, limit, sizes)
-    _, makespan = play_greedily(terms, policy)
-    schedule = validate(greedy(placement, microbatches, costs, limit, sizes, policy))
+    problem = Problem(microbatches, costs, sizes, limit)
+    _, makespan = play_greedily(make_terms(placement, problem), policy)
+    schedule = validate(greedy(placement, problem, policy))
     timeline = simulate(schedule, costs)
     assert lower(schedule, CostModel()).num_ticks > 0
     assert max(timeline.memory(sizes)) <= limit * (1 + 1e-8)
@@ -82,7 +83,7 @@ def test_any_policy_ends_within_any_memory(placement, per_pipe, costs, sizes, da
 
 
 def test_zb_v_is_found_anew():
-    ours, papers = simulate(greedy(Placement.v(8), 20)), simulate(zb_v(8, 20))
+    ours, papers = simulate(greedy(Placement.v(8), Problem(20))), simulate(zb_v(8, 20))
     assert ours.makespan == papers.makespan
     assert ours.peak_activations == papers.peak_activations
 
@@ -90,15 +91,15 @@ def test_zb_v_is_found_anew():
 def test_with_the_memory_of_1f1b_and_whole_backwards_it_takes_as_long():
     policy = Policy(pair=False, split="never")
     for ranks in (2, 4, 7):
-        ours = greedy(Placement.linear(ranks), 3 * ranks, memory_limit=ranks, policy=policy)
+        ours = greedy(Placement.linear(ranks), Problem(3 * ranks, limit=ranks), policy)
         assert simulate(ours).makespan == simulate(one_f_one_b(ranks, 3 * ranks)).makespan
-    made = greedy(Placement.v(3), 9, policy=policy)
+    made = greedy(Placement.v(3), Problem(9), policy)
     assert {action.op for order in made.orders for slot in order for action in slot} == {Op.F, Op.B}
 
 
 def test_pairs_are_made_when_they_gain_and_not_otherwise():
     def pairs(costs):
-        made = greedy(Placement.v(4), 16, costs)
+        made = greedy(Placement.v(4), Problem(16, costs))
         return sum(len(slot) == 2 for order in made.orders for slot in order)
 
     assert pairs(CostModel(FB=2)) > 60
@@ -106,7 +107,7 @@ def test_pairs_are_made_when_they_gain_and_not_otherwise():
 
 
 def test_pace_keeps_memory_low():
-    made = (greedy(Placement.v(8), 32, policy=Policy(pace=pace)) for pace in (0.0, 1.0))
+    made = (greedy(Placement.v(8), Problem(32), Policy(pace=pace)) for pace in (0.0, 1.0))
     hasty, paced = (max(simulate(schedule).memory()) for schedule in made)
     assert paced < hasty / 2
 
@@ -121,7 +122,8 @@ def test_pace_keeps_memory_low():
     ],
 )
 def test_slots_of_no_time_are_all_run(placement, microbatches, costs, limit, policy):
+    problem = Problem(microbatches, CostModel(*costs, FB=0), limit=limit)
     for knobs in itertools.product((True, False), (True, False), ("always", "never", "ends")):
         names = dict(zip(("forward_first", "deep_backward", "split"), knobs, strict=True))
         varied = dataclasses.replace(policy, **names)
-        validate(greedy(placement, microbatches, CostModel(*costs, FB=0), limit, policy=varied))
+        validate(greedy(placement, problem, varied))

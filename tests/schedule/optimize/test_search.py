@@ -16,6 +16,7 @@ from dualpipe_jax.schedule.optimize.choose import choose
 from dualpipe_jax.schedule.optimize.moves import Move, moves_of, paired, split_alone, strangers
 from dualpipe_jax.schedule.optimize.player import Player
 from dualpipe_jax.schedule.optimize.polish import improve
+from dualpipe_jax.schedule.optimize.problem import Problem
 from dualpipe_jax.schedule.optimize.search import search
 from dualpipe_jax.schedule.optimize.terms import make_terms
 from dualpipe_jax.schedule.recipes import interleaved_1f1b_overlap, one_f_one_b
@@ -224,30 +225,30 @@ def test_moves_play_as_the_schedule_they_came_from():
     costs = CostModel(1, 1.5, 0.7, FB=2.5, send=0.1)
     for recipe in ALL_SCHEDULES:
         schedule = recipe(4, 8)
-        player, moves = Player(make_terms(schedule.placement, 8, costs)), moves_of(schedule)
+        player, moves = Player(make_terms(schedule.placement, Problem(8, costs))), moves_of(schedule)
         again = simulate(validate(player.schedule(moves, "again")), costs)
         assert again.makespan == pytest.approx(player.play(moves).makespan), schedule.name
         timeline, sizes = simulate(schedule, costs), MemoryModel(0.4, 0.6, stash=0.5)
         if not any(move.split for order in moves for move in order):
             assert again.ends == timeline.ends, schedule.name
-        within = make_terms(schedule.placement, 8, costs, max(timeline.memory(sizes)), sizes)
+        within = make_terms(schedule.placement, Problem(8, costs, sizes, max(timeline.memory(sizes))))
         assert Player(within).play(moves) is not None, f"{schedule.name} fits the memory that it takes"
 
 
 def test_moves_that_hang_or_overflow_are_refused():
     schedule = one_f_one_b(2, 4)
-    player = Player(make_terms(schedule.placement, 4, memory_limit=1))
+    player = Player(make_terms(schedule.placement, Problem(4, limit=1)))
     moves = moves_of(schedule)
     assert player.play(moves) is None  # two microbatches on rank 0
     with pytest.raises(ValueError, match="improve: the moves hang or do not fit the memory"):
         improve(player, moves, 1)
-    roomy = Player(make_terms(schedule.placement, 4))
+    roomy = Player(make_terms(schedule.placement, Problem(4)))
     assert roomy.play([order[::-1] for order in moves]) is None
     assert roomy.play(moves, bound=roomy.play(moves).makespan - 0.5) is None
 
 
 def test_neighbours_are_paired_but_never_with_themselves():
-    terms = make_terms(Placement.v(2), 3, CostModel(FB=2))
+    terms = make_terms(Placement.v(2), Problem(3, CostModel(FB=2)))
     merged = paired(terms, [[Move(0, -1), Move(-1, 0), Move(1, -1), Move(-1, 9)], []])
     assert merged == [[Move(0, -1), Move(1, 0), Move(-1, 9)], []]
     assert not strangers(terms, Move(0, 9)) and strangers(terms, Move(0, 10))
