@@ -5,7 +5,8 @@ with its help.
 """
 
 import dataclasses
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 from tyro.conf import arg
@@ -192,3 +193,19 @@ def pair_of(text: str, option: str) -> tuple[str, str]:
     if not (name and equals and value):
         raise ValueError(f"{option} {text}: wants NAME=VALUE")
     return name, value
+
+
+def numbers_by_name(texts: Iterable[str]) -> dict[str, int | float]:
+    """What --set was given. Raises ValueError where one is not NAME=NUMBER."""
+    return dict(map(_number_of, texts))
+
+
+def _number_of(text: str) -> tuple[str, int | float]:
+    name, _, value = text.partition("=")
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not (name and math.isfinite(number)):
+        raise ValueError(f"--set {text}: wants NAME=NUMBER, such as dim=2048")
+    return name.strip().replace("-", "_"), number if set(value) & set(".eE") else int(value)

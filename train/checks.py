@@ -14,6 +14,7 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(f"{flag_of[path]} {value}: {why}")
     try:
         config.step.check()
+        _ = config.model.changes
     except ValueError as error:
         raise ConfigError(str(error)) from None
     check_ramp(config)
@@ -73,7 +74,7 @@ def _asks(config: TrainConfig, flag: str) -> bool:
 
 def check_numbers(config: TrainConfig) -> None:
     """Raise ConfigError for a number of the model that something else says."""
-    given = {text.partition("=")[0].strip().replace("-", "_") for text in config.model.numbers}
+    given = config.model.changes
     if "vocab" in given:
         raise ConfigError(
             "--set vocab: the text's tokens say it: a tokenizer's number of them, or 256 bytes. Take it out; another "

@@ -16,7 +16,7 @@ from dualpipe_jax.command.line import options_of
 from dualpipe_jax.ranges import AboveZero, AtLeastOne, NotBelowZero, NotNegative, Share
 from dualpipe_jax.schedule import Schedule
 from dualpipe_jax.schedule.names import find
-from dualpipe_jax.step_options import StepOptions
+from dualpipe_jax.step_options import StepOptions, numbers_by_name
 
 
 class ConfigError(ValueError):
@@ -29,7 +29,7 @@ class ModelConfig:
 
     name: Annotated[str, arg(name="model", metavar="NAME")] = "byte"
     """The model: byte, which is made for the default run, tiny, small, v2-lite, 67b-a2b, v2 or v3."""
-    numbers: Annotated[tuple[str, ...], arg(name="set", metavar="NAME=VALUE ...")] = ()
+    numbers: Annotated[tuple[str, ...], arg(name="set", metavar="NAME=NUMBER ...")] = ()
     """Numbers of the model that are not its own, by their names in models.Config, such as dim=512
     num_experts=16."""
     layers: int | None = None
@@ -44,6 +44,11 @@ class ModelConfig:
     are left out, the recipe's."""
     balance_factor: NotBelowZero | None = None
     """Weight of the sequence-wise balance loss: the paper's alpha. If left out, the recipe's."""
+
+    @property
+    def changes(self) -> dict[str, int | float]:
+        """``numbers`` by name. Raises ValueError where one is not NAME=NUMBER."""
+        return numbers_by_name(self.numbers)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -40,28 +39,13 @@ def model_config(config: TrainConfig, vocab: int = VOCAB) -> models.Config:
     if asked.name not in models.MODELS:
         raise ConfigError(f"--model {asked.name}: there are {', '.join(models.MODELS)}")
     try:
-        numbers = size(asked.name, asked.layers, _own_numbers(asked.numbers))
+        numbers = size(asked.name, asked.layers, asked.changes)
         changes: dict[str, Any] = {} if asked.mtp is None else {"num_mtp_layers": asked.mtp}
         return dataclasses.replace(in_precision(numbers, config.step), vocab=vocab, **changes)
     except ValueError as error:
         raise ConfigError(
             f"--set {' '.join(asked.numbers)}: {error}" if asked.numbers else str(error)
         ) from None
-
-
-def _own_numbers(given: Sequence[str]) -> dict[str, float]:
-    """The numbers of NAME=VALUE texts. Raises ValueError for what is no number."""
-    found: dict[str, float] = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        try:
-            number = float(value)
-        except ValueError:
-            number = math.nan
-        if not equals or not math.isfinite(number):
-            raise ValueError(f"{text!r} is not NAME=NUMBER, such as dim=512")
-        found[name.strip().replace("-", "_")] = number
-    return found
 
 
 def size(

@@ -9,7 +9,7 @@ from tyro.conf import arg
 
 from dualpipe_jax.pods.plain import filled
 from dualpipe_jax.ranges import AtLeastOne
-from dualpipe_jax.step_options import Count, StepOptions, pair_of
+from dualpipe_jax.step_options import Count, StepOptions, numbers_by_name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class _Asked:
     own that returns a dualpipe_jax.pods.Program, as FILE.py:name or package.module:name."""
     layers_per_stage: Count = None
     """Number of layers with experts in each stage, instead of the model's own number of layers."""
-    set: Annotated[tuple[str, ...], arg(metavar="FIELD=NUMBER ...")] = ()
+    set: Annotated[tuple[str, ...], arg(metavar="NAME=NUMBER ...")] = ()
     """Numbers of the model that are not its own, such as dim=2048 expert_hidden=512. For a program of your
     own these are its keyword arguments."""
 
@@ -38,9 +38,9 @@ class Plan(StepOptions, _Asked):
         """``set`` by name.
 
         Raises:
-          ValueError: one is not FIELD=NUMBER.
+          ValueError: one is not NAME=NUMBER.
         """
-        return dict(map(_assignment, self.set))
+        return numbers_by_name(self.set)
 
     def check_each(self) -> None:
         """Whether each option by itself can be, ``set`` too. Raises ValueError."""
@@ -72,11 +72,3 @@ def read_plan(file: Path) -> Plan:
     if unknown:
         raise ValueError(f"{where}: a plan has no {', '.join(sorted(unknown))}; it is of another version")
     return filled(Plan, found["plan"])
-
-
-def _assignment(text: str) -> tuple[str, int | float]:
-    try:
-        name, value = pair_of(text, "--set")
-        return name, float(value) if "." in value else int(value)
-    except ValueError:
-        raise ValueError(f"--set {text}: wants FIELD=NUMBER, for instance dim=2048") from None
