@@ -197,7 +197,7 @@ def tabulate(rows: list[Row], share: Share, best: int = 0) -> Table:
         "parameters": lambda row: f"{row.parameters}x",
         "pairs": lambda row: "yes" if row.pairs else "no",
     }
-    return Table(tuple(columns), tuple(tuple(cell(row) for cell in columns.values()) for row in rows), best)
+    return Table.of(columns, rows, best=best)
 
 
 def rows_of(

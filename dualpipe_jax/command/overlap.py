@@ -1,7 +1,7 @@
 """`dualpipe overlap`: how much of the all-to-alls a target's compiler hides."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,7 +13,7 @@ from dualpipe_jax.command.output import say_written, show, show_json
 from dualpipe_jax.pods.plain import filled, plain
 from dualpipe_jax.pods.plan import Plan, read_plan
 from dualpipe_jax.pods.request import Request
-from dualpipe_jax.pods.results import Answer, Compiled
+from dualpipe_jax.pods.results import AllToAll, Answer, Compiled
 from dualpipe_jax.present.numbers import format_cycles, percent
 from dualpipe_jax.present.table import Table
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
@@ -227,21 +227,17 @@ def _check_timed(target: Any, compile: str, files: Sequence[Path], rates: Path |
 
 def collectives(compiled: Compiled) -> Table:
     """All-to-alls in the order of the program: times in cycles, payloads in MiB of a device."""
-    head = ("all-to-all", "of", "form", "MiB", "takes", "exposed", "hidden", "matmuls of the other")
-    rows = [
-        (
-            row.name,
-            row.direction or "",
-            row.form,
-            f"{row.payload / 2**20:.1f}",
-            format_cycles(row.duration),
-            format_cycles(row.exposed),
-            percent(row.hidden),
-            str(row.opposite_matmuls),
-        )
-        for row in compiled.all_to_alls
-    ]
-    return Table(head, tuple(rows))
+    columns: dict[str, Callable[[AllToAll], str]] = {
+        "all-to-all": lambda row: row.name,
+        "of": lambda row: row.direction or "",
+        "form": lambda row: row.form,
+        "MiB": lambda row: f"{row.payload / 2**20:.1f}",
+        "takes": lambda row: format_cycles(row.duration),
+        "exposed": lambda row: format_cycles(row.exposed),
+        "hidden": lambda row: percent(row.hidden),
+        "matmuls of the other": lambda row: str(row.opposite_matmuls),
+    }
+    return Table.of(columns, compiled.all_to_alls)
 
 
 def units(compiled: Compiled) -> Table:

@@ -4,7 +4,7 @@ import dataclasses
 import heapq
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -250,39 +250,34 @@ def as_file(choice: Choice, target: str) -> dict[str, Any]:
     return {"plan": plain(choice.plan), "target": target, "predicted": predicted}
 
 
+_COLUMNS: dict[str, Callable[[Choice | Excluded], str]] = {
+    "schedule": lambda found: found.plan.schedule_in_words,
+    "pp x ep": lambda found: layout_of(found.plan),
+    "microbatches": lambda found: f"{found.plan.num_microbatches} of {found.plan.batch}",
+    "remat": lambda found: found.plan.remat,
+    "dispatch": lambda found: found.plan.dispatch,
+}
+"""What tables say of a plan, whatever became of it."""
+
+
 def table(choices: Sequence[Choice]) -> Table:
     """Plans, the best first; where layers stand, if some were moved."""
     moved = any(choice.plan.stage_layers for choice in choices)
-    head = (
-        "schedule",
-        "step, s",
-        "MFU",
-        "pp x ep" if all(c.plan.dp == 1 for c in choices) else "(dp x) pp x ep",
-        *(["layers"] if moved else []),
-        "microbatches",
-        "remat",
-        "stash",
-        "shared out",
-        "dispatch",
-        "GiB",
-    )
-    rows = [
-        (
-            c.plan.schedule_in_words,
-            f"{c.seconds:.4g}",
-            percent(c.mfu),
-            layout_of(c.plan),
-            *([in_runs(c.plan.stage_layers) or "own"] if moved else []),
-            f"{c.plan.num_microbatches} of {c.plan.batch}",
-            c.plan.remat,
-            "" if c.plan.max_stash is None else str(c.plan.max_stash),
-            c.plan.shard,
-            c.plan.dispatch,
-            gib(c.memory or 0),
-        )
-        for c in choices
-    ]
-    return Table(head, tuple(rows), best=0)
+    layout = "pp x ep" if all(choice.plan.dp == 1 for choice in choices) else "(dp x) pp x ep"
+    columns: dict[str, Callable[[Choice], str]] = {
+        "schedule": _COLUMNS["schedule"],
+        "step, s": lambda choice: f"{choice.seconds:.4g}",
+        "MFU": lambda choice: percent(choice.mfu),
+        layout: _COLUMNS["pp x ep"],
+        **({"layers": lambda choice: in_runs(choice.plan.stage_layers) or "own"} if moved else {}),
+        "microbatches": _COLUMNS["microbatches"],
+        "remat": _COLUMNS["remat"],
+        "stash": lambda choice: "" if choice.plan.max_stash is None else str(choice.plan.max_stash),
+        "shared out": lambda choice: choice.plan.shard,
+        "dispatch": _COLUMNS["dispatch"],
+        "GiB": lambda choice: gib(choice.memory or 0),
+    }
+    return Table.of(columns, choices, best=0)
 
 
 def nearest_first(refused: Sequence[Choice], most: int) -> list[Choice]:
@@ -294,19 +289,7 @@ def nearest_first(refused: Sequence[Choice], most: int) -> list[Choice]:
 
 def refusals(choices: Sequence[Choice]) -> Table:
     """Plans that cannot be had, and why."""
-    rows = [
-        (
-            c.plan.schedule_in_words,
-            layout_of(c.plan),
-            f"{c.plan.num_microbatches} of {c.plan.batch}",
-            c.plan.remat,
-            c.plan.dispatch,
-            c.refused,
-        )
-        for c in choices
-    ]
-    head = ("schedule", "pp x ep", "microbatches", "remat", "dispatch", "why")
-    return Table(head, tuple(rows), left=(0, 5))
+    return Table.of({**_COLUMNS, "why": lambda choice: choice.refused}, choices, left=(0, 5))
 
 
 def excluded_words(excluded: Sequence[Excluded]) -> str:
@@ -327,17 +310,11 @@ def excluded_words(excluded: Sequence[Excluded]) -> str:
 
 def exclusions(excluded: Sequence[Excluded]) -> Table:
     """Cases that were not compiled, with their bounds."""
-    rows = [
-        (
-            found.plan.schedule_in_words,
-            "" if found.seconds is None else f"{found.seconds:.4g}",
-            layout_of(found.plan),
-            f"{found.plan.num_microbatches} of {found.plan.batch}",
-            found.plan.remat,
-            found.plan.dispatch,
-            found.why,
-        )
-        for found in excluded
-    ]
-    head = ("schedule", "at least, s", "pp x ep", "microbatches", "remat", "dispatch", "why")
-    return Table(head, tuple(rows), left=(0, 6))
+    columns: dict[str, Callable[[Excluded], str]] = {
+        "schedule": _COLUMNS["schedule"],
+        "at least, s": lambda found: "" if found.seconds is None else f"{found.seconds:.4g}",
+        # The schedule stays in front.
+        **_COLUMNS,
+        "why": lambda found: found.why,
+    }
+    return Table.of(columns, excluded, left=(0, 6))

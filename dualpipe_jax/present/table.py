@@ -1,8 +1,10 @@
 """Tables of text: columns that line up, the same in a terminal and in a file."""
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Self, TypeVar
+
+Thing = TypeVar("Thing")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,12 @@ class Table:
     left: Sequence[int] = (0,)
     foldable: Sequence[int] | None = None
     ruled: bool = False
+
+    @classmethod
+    def of(cls, columns: Mapping[str, Callable[[Thing], str]], things: Iterable[Thing], **how: Any) -> Self:
+        """A row for each thing: what each column, by its title, says of it."""
+        rows = (tuple(cell(thing) for cell in columns.values()) for thing in things)
+        return cls(tuple(columns), tuple(rows), **how)
 
     def __str__(self) -> str:
         return self.plain()
