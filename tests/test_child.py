@@ -196,8 +196,8 @@ def test_if_its_parent_is_killed_it_ends_by_itself(environment):
     waited_for(lambda: not is_alive(pid))
 
 
-def waited_for(found, seconds=60.0):
-    end = time.monotonic() + seconds
+def waited_for(found):
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         with contextlib.suppress(FileNotFoundError):
             if result := found():

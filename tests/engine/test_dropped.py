@@ -18,7 +18,7 @@ from dualpipe_jax.parallel import (
 from dualpipe_jax.schedule import dualpipe, one_f_one_b
 from tests.engine.models import assert_close, quick
 
-MICROBATCHES, TOKENS, EXPERTS, WIDTH, LAYERS = 4, 8, 4, 3, 2
+MICROBATCHES, TOKENS, EXPERTS, WIDTH, LAYERS, NUM_STAGES = 4, 8, 4, 3, 2, 2
 
 
 def layer(own, x, plan):
@@ -123,19 +123,19 @@ CASES = {
 }
 
 
-def experts_model(layers, plan, num_stages=2):
+def experts_model(layers, plan):
     def stage(own, shared, x, at):
         y = layers(own, at.batch if x is None else x, plan)
         return Out(y, {"l": jnp.mean(y**2)})
 
-    return StagedModel({"moe": stage}, ("moe",) * num_stages)
+    return StagedModel({"moe": stage}, ("moe",) * NUM_STAGES)
 
 
-def given(num_stages=2):
+def given():
     rng = np.random.default_rng(0)
     stages = {
-        "router": rng.standard_normal((num_stages, LAYERS, WIDTH, EXPERTS), np.float32),
-        "w": rng.standard_normal((num_stages, LAYERS, EXPERTS, WIDTH, WIDTH), np.float32) / 2,
+        "router": rng.standard_normal((NUM_STAGES, LAYERS, WIDTH, EXPERTS), np.float32),
+        "w": rng.standard_normal((NUM_STAGES, LAYERS, EXPERTS, WIDTH, WIDTH), np.float32) / 2,
     }
     return {"stages": stages, "shared": {}}, rng.standard_normal((MICROBATCHES, TOKENS, WIDTH), np.float32)
 

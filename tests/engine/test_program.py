@@ -50,11 +50,11 @@ def lowered(schedule, size=SIZE, num_layers=2):
     return step.lower(params, *models.data(schedule.num_microbatches, size))
 
 
-def pools_and_sums(schedule, num_layers=2):
+def pools_and_sums(schedule):
     """Shapes, as HLO prints them, of what must not be copied at every tick."""
     stages = schedule.placement.num_model_stages
     pipeline = Pipeline(staged(MODEL, stages), schedule, make_mesh(schedule.num_ranks, 1))
-    given = parameters(stages, num_layers)
+    given = parameters(stages, 2)
     params = {"stages": given["stages"], "shared": {"embed": given["embed"], "head": given["head"]}}
     inputs, targets = models.data(schedule.num_microbatches, SIZE)
     state = pipeline.state(params, {"inputs": inputs, "targets": targets})

@@ -331,14 +331,10 @@ def test_reports_hold_together(path):
         assert all(a.end == pytest.approx(b.start) for a, b in itertools.pairwise(events))
         assert time.cycles == pytest.approx(events[-1].end if events else 0)
         own = sum(c.waits for c in found.collectives if c.computation == name)
-        loops = any(body_of == name for body_of, _ in module_of(path).loops.values())
+        loops = any(body_of == name for body_of, _ in read(path.read_text()).loops.values())
         assert time.waits >= own if loops else time.waits == own
         known = [c for c in found.inside(name) if c.exposed is not None]
         assert all(c.waits - 1e-6 <= c.exposed <= c.duration + 1e-6 for c in known)
-
-
-def module_of(path):
-    return read(path.read_text())
 
 
 def test_rich_prints_what_plain_text_says():

@@ -115,7 +115,7 @@ def test_outputs_and_gradients_are_those_without_a_placement(
             told = Placement(held, CONFIG.num_experts).device_loads(counts)
             np.testing.assert_array_equal(loads, told)
         found = logical(grads, table)
-        same_gradients(by_row(found, model.layout), by_row(wanted_grads, model.layout), rtol=1e-4)
+        same_gradients(by_row(found, model.layout), by_row(wanted_grads, model.layout))
         whole = np.sqrt(sum(np.sum(np.square(g)) for _, g in floats(wanted_grads)))
         np.testing.assert_allclose(norms[1], whole, rtol=1e-5)
         assert num_devices * num_slots == CONFIG.num_experts or norms[0] > 1.001 * norms[1]
@@ -146,6 +146,4 @@ def test_eight_bits_know_no_placement():
     np.testing.assert_allclose(loss, wanted, rtol=1e-6)
     np.testing.assert_array_equal(found.metrics["counts"], report.metrics["counts"])
     summed = jax.device_get(quick(lambda grads, params: sum_copies(grads, params, mesh))(grads, placed))
-    same_gradients(
-        by_row(logical(summed, table), model.layout), by_row(wanted_grads, model.layout), rtol=1e-4
-    )
+    same_gradients(by_row(logical(summed, table), model.layout), by_row(wanted_grads, model.layout))

@@ -95,11 +95,11 @@ def floats(tree):
     ]
 
 
-def same_gradients(got, wanted, rtol=1e-4, atol=1e-6):
+def same_gradients(got, wanted):
     got, wanted = floats(got), floats(wanted)
     assert [name for name, _ in got] == [name for name, _ in wanted]
     for (name, g), (_, w) in zip(got, wanted, strict=True):
-        np.testing.assert_allclose(g, w, rtol=rtol, atol=atol * max(1, np.abs(w).max()), err_msg=name)
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-6 * max(1, np.abs(w).max()), err_msg=name)
 
 
 @functools.cache

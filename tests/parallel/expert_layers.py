@@ -91,6 +91,15 @@ def plain_layer(num_experts):
     return with_gradients(layer_by_copies, layer_case(num_experts)[1])
 
 
+def check_dropped(run, num_experts, topk, kept):
+    """Assignments that are not ``kept`` add nothing and have no gradient: the layer is the plain one without them."""
+    args, target = layer_case(num_experts)
+    got, (*rest, d_weights) = with_gradients(run, target)(args, topk)
+    np.testing.assert_array_equal(d_weights[~kept], 0)
+    want, (*want_rest, want_weights) = plain_layer(num_experts)([*args[:3], np.where(kept, args[3], 0)], topk)
+    close((got, rest, d_weights[kept]), (want, want_rest, want_weights[kept]))
+
+
 def close(got, want):
     """To 1e-6 of each leaf's largest entry."""
     assert jax.tree.structure(got) == jax.tree.structure(want)

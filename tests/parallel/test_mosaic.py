@@ -36,16 +36,26 @@ CASES = {
 """Rows, widths and sizes; rows past them are NaN."""
 
 
-def arrays(rows, dim, width, sizes):
+def arrays(rows, dim, width, sizes, dtype=jnp.bfloat16):
     rng = np.random.default_rng(0)
     x, w, dy = (rng.normal(size=s) for s in ((rows, dim), (len(sizes), dim, width), (rows, width)))
     x[sum(sizes) :], dy[sum(sizes) :] = np.nan, np.nan
-    return *(jnp.asarray(a, jnp.bfloat16) for a in (x, w, dy)), jnp.asarray(sizes, jnp.int32)
+    return *(jnp.asarray(a, dtype) for a in (x, w, dy)), jnp.asarray(sizes, jnp.int32)
 
 
 def value_and_gradients(x, w, dy, sizes, kernel="hopper", **how):
     y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, kernel=kernel, **how), x, w)
     return y, *pull(dy)
+
+
+def check_values_and_gradients(got, given, **tolerance):
+    """Against those of a loop over groups, in float64."""
+    x, w, dy = (np.asarray(a, np.float64) for a in given[:3])
+    sizes = np.asarray(given[3])
+    exact = by_groups(x, w, sizes), *gradients_by_groups(x, w, sizes, dy)
+    for found, wanted in zip(got, exact, strict=True):
+        assert found.dtype == given[0].dtype
+        np.testing.assert_allclose(np.asarray(found, np.float64), wanted, **tolerance)
 
 
 CAPABILITY = jax.devices()[0].compute_capability if jax.default_backend() == "gpu" else "none"
@@ -73,12 +83,7 @@ SIMULATED = [
 def test_values_and_gradients_are_those_of_a_loop_over_groups(case, how):
     given = arrays(*CASES[case])
     got = jax.jit(functools.partial(value_and_gradients, **how))(*given)
-    x, w, dy = (np.asarray(a, np.float64) for a in given[:3])
-    sizes = np.asarray(given[3])
-    exact = by_groups(x, w, sizes), *gradients_by_groups(x, w, sizes, dy)
-    for found, wanted in zip(got, exact, strict=True):
-        assert found.dtype == jnp.bfloat16
-        np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=2**-7, atol=0.05)
+    check_values_and_gradients(got, given, rtol=2**-7, atol=0.05)
 
 
 @pytest.mark.parametrize("rows, sizes", [(128, (0, 2, 0, 3, 1, 0)), (200, (70, 0, 1, 57, 64, 3))])

@@ -17,22 +17,12 @@ from dualpipe_jax.parallel.expert_groups import grouped_matmul
 from dualpipe_jax.parallel.group_rows import walks
 from models.kernels import on_this_gpu
 from tests.jaxprs import named
-from tests.parallel.test_expert_groups import by_groups, gradients_by_groups
-from tests.parallel.test_mosaic import CASES
+from tests.parallel import test_mosaic
+from tests.parallel.test_mosaic import CASES, arrays, check_values_and_gradients
 
 ON_GPU = jax.default_backend() == "gpu" and float(jax.devices()[0].compute_capability) >= 8
 
-
-def arrays(rows, dim, width, sizes, dtype):
-    rng = np.random.default_rng(0)
-    x, w, dy = (rng.normal(size=s) for s in ((rows, dim), (len(sizes), dim, width), (rows, width)))
-    x[sum(sizes) :], dy[sum(sizes) :] = np.nan, np.nan
-    return *(jnp.asarray(a, dtype) for a in (x, w, dy)), jnp.asarray(sizes, jnp.int32)
-
-
-def value_and_gradients(x, w, dy, sizes, **how):
-    y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, kernel="triton", **how), x, w)
-    return y, *pull(dy)
+value_and_gradients = functools.partial(test_mosaic.value_and_gradients, kernel="triton")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -45,13 +35,8 @@ def test_values_and_gradients_are_those_of_a_loop_over_groups(case, dtype, inter
     given = arrays(*CASES[case], dtype)
     with jax.default_matmul_precision("highest"):
         got = jax.jit(functools.partial(value_and_gradients, interpret=interpreted))(*given)
-    x, w, dy = (np.asarray(a, np.float64) for a in given[:3])
-    sizes = np.asarray(given[3])
-    exact = by_groups(x, w, sizes), *gradients_by_groups(x, w, sizes, dy)
     tolerance = dict(rtol=2**-7, atol=0.05) if dtype == jnp.bfloat16 else dict(rtol=1e-5, atol=1e-4)
-    for found, wanted in zip(got, exact, strict=True):
-        assert found.dtype == dtype
-        np.testing.assert_allclose(np.asarray(found, np.float64), wanted, **tolerance)
+    check_values_and_gradients(got, given, **tolerance)
 
 
 @pytest.mark.parametrize("tile", [1, 4, 16])

@@ -18,6 +18,7 @@ from tests.parallel.expert_layers import (
     TOKENS,
     D,
     K,
+    check_dropped,
     close,
     layer,
     layer_by_copies,
@@ -171,7 +172,6 @@ def test_experts_of_a_node_may_be_more_than_the_dtype_of_choices_can_count(dtype
 
 
 def test_dropped_copies_add_nothing_and_have_no_gradient():
-    args, target = layer_case(E)
     topk, tokens = choices(TOKENS, skew=0.2), TOKENS // 4
 
     def kept(topk):
@@ -187,11 +187,7 @@ def test_dropped_copies_add_nothing_and_have_no_gradient():
             np.testing.assert_array_equal(np.flatnonzero(kept[rows, node]), wants[:2])
     alive = np.take_along_axis(kept, nodes, axis=1)
     assert 0 < alive.sum() < alive.size
-    run = on_devices((2, 2), functools.partial(layer, make=plan_of("capacity", 2)))
-    got, (*rest, d_weights) = with_gradients(run, target)(args, topk)
-    np.testing.assert_array_equal(d_weights[~alive], 0)
-    want, (*want_rest, want_weights) = plain_layer(E)([*args[:3], np.where(alive, args[3], 0)], topk)
-    close((got, rest, d_weights[alive]), (want, want_rest, want_weights[alive]))
+    check_dropped(on_devices((2, 2), functools.partial(layer, make=plan_of("capacity", 2))), E, topk, alive)
 
 
 @pytest.mark.parametrize("method, forward, more", [("capacity", 6, 5), ("dropless", 7, 5)])

@@ -5,8 +5,8 @@ import pytest
 from train.trouble import WINDOW, Omens
 
 
-def said(records, worst=9.67, rate=4e-3):
-    omens = Omens(worst, lambda step: rate)
+def said(records, worst=9.67):
+    omens = Omens(worst, lambda step: 4e-3)
     return [
         (number, omen)
         for number, record in enumerate(records, 1)

@@ -38,8 +38,8 @@ def texts(count, seed=0):
     return [f"document {n}\n" + " ".join(rng.choices(WORDS, k=rng.randint(3, 60))) for n in range(count)]
 
 
-def write_lines(file, rows, key="text"):
-    file.write_text("".join(json.dumps({"id": n, key: row}) + "\n" for n, row in enumerate(rows)))
+def write_lines(file, rows):
+    file.write_text("".join(json.dumps({"id": n, "text": row}) + "\n" for n, row in enumerate(rows)))
     return file
 
 

@@ -75,8 +75,8 @@ def step_of(model, shard, schedule=SCHEDULE):
     return layout, pipeline
 
 
-def words(vocab=64):
-    tokens = jax.random.randint(jax.random.key(1), (4, 4, 9), 0, vocab)
+def words():
+    tokens = jax.random.randint(jax.random.key(1), (4, 4, 9), 0, 64)
     return {"inputs": tokens[..., :-1], "targets": tokens[..., 1:]}
 
 
