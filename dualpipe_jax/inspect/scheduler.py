@@ -1,25 +1,16 @@
 """The TPU compiler's own account of what its latency-hiding scheduler hid.
 
 The scheduler prints, for every computation, the cycles that it expects the core to waste in waiting for
-collectives, before and after it has ordered the instructions. To see them, libtpu must be loaded with
-``STATISTICS_ENVIRONMENT`` set, so before the process first touches a TPU topology:
-
-    os.environ.update(STATISTICS_ENVIRONMENT)
-    with capture() as log:
-        compiled = lowered.compile()
-    for statistics in parse_statistics(log.text): ...
+collectives, before and after it has ordered the instructions. They go to the process's standard error if libtpu is
+loaded with ``STATISTICS_ENVIRONMENT`` set, so before the process first touches a TPU topology.
 
 Passes after the scheduler (memory space assignment, collectives made synchronous again) can still move things:
 the text of the compiled program, which ``overlap`` reads, has the last word on the order.
 """
 
-import contextlib
 import dataclasses
-import os
 import re
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 STATISTICS_ENVIRONMENT: Mapping[str, str] = {
     "TPU_VMODULE": "latency_hiding_scheduler=1",
@@ -69,45 +60,6 @@ class SchedulerStatistics:
     computation: str
     before: Waste
     after: Waste
-
-
-class Captured:
-    """What was printed so far inside ``capture``; complete once the block has ended."""
-
-    def __init__(self, path: str) -> None:
-        self._path = path
-        self._text: str | None = None
-
-    @property
-    def text(self) -> str:
-        if self._text is None:
-            with open(self._path, errors="replace") as file:
-                return file.read()
-        return self._text
-
-    def close(self) -> None:
-        """Keep the text; the file goes."""
-        self._text = self.text
-
-
-@contextlib.contextmanager
-def capture() -> Iterator[Captured]:
-    """Redirect this process's stderr, that of C++ code too, for the length of the block.
-
-    What other threads print to stderr meanwhile lands there as well.
-    """
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with tempfile.NamedTemporaryFile(prefix="dualpipe-stderr-") as file:
-        captured = Captured(file.name)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield captured
-        finally:
-            sys.stderr.flush()
-            os.dup2(kept, 2)
-            os.close(kept)
-            captured.close()
 
 
 def parse_statistics(text: str) -> tuple[SchedulerStatistics, ...]:

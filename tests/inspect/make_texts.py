@@ -8,6 +8,7 @@ No device is needed. The texts were made with jax 0.10.2 and libtpu 0.0.42.1; wh
 with its version, so after a new run look at the tests that count instructions.
 """
 
+import contextlib
 import functools
 import os
 import re
@@ -18,7 +19,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parents[1]))
 
 from dualpipe_jax.inspect.gpus import GPUS  # noqa: E402
-from dualpipe_jax.inspect.scheduler import STATISTICS_ENVIRONMENT, capture  # noqa: E402
+from dualpipe_jax.inspect.scheduler import STATISTICS_ENVIRONMENT  # noqa: E402
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
@@ -46,10 +47,12 @@ KEPT = "latency_hiding_scheduler.cc"
 def main(platform):
     if platform == "tpu":
         v5e, v5p = tpu_mesh("v5e:4x4"), tpu_mesh("v5p:2x2x4")
-        with capture() as log:
+        log = HERE / "texts" / "v5e_pair.log"
+        with stderr_to(log):
             save("v5e_pair", compiled(pair, v5e, ASYNC))
-        lines = [re.sub(r"^\S+ \S+ +\S+ ", "", line) for line in log.text.splitlines() if KEPT in line]
-        (HERE / "texts" / "v5e_pair.log").write_text("\n".join(lines) + "\n")
+        said = log.read_text(errors="replace").splitlines()
+        lines = [re.sub(r"^\S+ \S+ +\S+ ", "", line) for line in said if KEPT in line]
+        log.write_text("\n".join(lines) + "\n")
         save("v5e_sync", compiled(pair, v5e, {}))
         save("v5e_ticks", compiled(ticks, v5e, ASYNC))
         save("v5e_copied_pool", compiled(copied_pool, v5e, {}))
@@ -60,6 +63,19 @@ def main(platform):
         save("cpu_ticks", compiled(ticks, mesh_of(jax.devices()), {}))
     else:
         raise SystemExit(__doc__)
+
+
+@contextlib.contextmanager
+def stderr_to(path):
+    """What C++ prints, too."""
+    kept = os.dup(2)
+    with open(path, "w") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
 
 
 def save(name, program):
@@ -76,7 +92,7 @@ def mesh_of(devices):
 
 
 def tpu_mesh(topology):
-    with capture():
+    with stderr_to(os.devnull):
         return mesh_of(topologies.get_topology_desc(platform="tpu", topology_name=topology).devices)
 
 
