@@ -1,11 +1,11 @@
 """`dualpipe choose`: which schedule for this model on these ranks."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
-from dualpipe_jax.command.compare import Row, rows_of, tabulate
+from dualpipe_jax.command.compare import facts, rows_of, tabulate
 from dualpipe_jax.command.given import Given, Share
 from dualpipe_jax.command.options import (
     Costs,
@@ -51,7 +51,7 @@ class Choose(Within):
         check_size(self.ranks, self.microbatches, self.shape, len(SCHEDULES))
         share = Given().under(self.costs, self.memory)
         limit = limit_of(self.memory_limit)
-        candidates = self.candidates(limit)
+        candidates = self.candidates(share, limit)
         fitting = [candidate.schedule for candidate in candidates if candidate.fits]
         refused = {
             candidate.name: _why_not(candidate, share, limit)
@@ -63,39 +63,27 @@ class Choose(Within):
         if self.memory_limit is not None:
             given += f", memory limit {share.units.size(limit)}"
         if self.json:
-            show_json(self.facts(rows, refused))
+            counts = self.ranks, self.microbatches
+            show_json(facts(counts, share, rows, refused, memory_limit=self.memory_limit))
         elif rows:
             show(given, tabulate(rows, share), *([Reasons("refused:", refused)] if refused else []))
         if not rows:
             raise NothingFits(Reasons(f"no schedule fits {given}:", refused))
         return 0
 
-    def candidates(self, limit: float) -> "tuple[Candidate, ...]":
+    def candidates(self, share: Share, limit: float) -> "tuple[Candidate, ...]":
         from dualpipe_jax.schedule.optimize.choose import choose
 
-        costs, sizes, _ = Given().under(self.costs, self.memory)
         with waiting("choosing"):
             return choose(
                 self.ranks,
                 self.microbatches,
-                costs,
+                share.costs,
                 limit,
-                memory=sizes,
+                memory=share.sizes,
                 schedules=recipes(self.shape),
                 search_effort=self.search,
             )
-
-    def facts(self, rows: list[Row], refused: dict[str, str]) -> dict[str, Any]:
-        share = Given().under(self.costs, self.memory)
-        return {
-            "ranks": self.ranks,
-            "microbatches": self.microbatches,
-            "costs": dataclasses.asdict(share.costs),
-            "units": dataclasses.asdict(share.units),
-            "memory_limit": self.memory_limit,
-            "schedules": [dataclasses.asdict(row) for row in rows],
-            "refused": refused,
-        }
 
 
 def _why_not(candidate: "Candidate", share: Share, limit: float) -> str:

@@ -135,7 +135,10 @@ class Compare:
         rows = rows_of(schedules, share, refused, jitter=self.jitter)
         given = f"{ranks} ranks, {microbatches} microbatches, {describe(share.costs, share.units)}"
         if self.json or self.format == "json":
-            show_json(_facts((ranks, microbatches), share, rows, refused))
+            from dualpipe_jax.schedule import lower_bound
+
+            bound = lower_bound(ranks, microbatches, share.costs)
+            show_json(facts((ranks, microbatches), share, rows, refused, lower_bound=bound))
         elif self.format == "markdown":
             print("\n\n".join([tabulate(rows, share).markdown(), *map(_sentence, refused.items())]))
         else:
@@ -147,15 +150,16 @@ class Compare:
         return 0
 
 
-def _facts(counts: tuple[int, int], share: Share, rows: list[Row], refused: dict[str, str]) -> dict[str, Any]:
-    from dualpipe_jax.schedule import lower_bound
-
+def facts(
+    counts: tuple[int, int], share: Share, rows: list[Row], refused: dict[str, str], **more: Any
+) -> dict[str, Any]:
+    """A comparison for programs; ``more`` stands before the schedules."""
     return {
         "ranks": counts[0],
         "microbatches": counts[1],
         "costs": dataclasses.asdict(share.costs),
         "units": dataclasses.asdict(share.units),
-        "lower_bound": lower_bound(*counts, share.costs),
+        **more,
         "schedules": [dataclasses.asdict(row) for row in rows],
         "refused": refused,
     }
