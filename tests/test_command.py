@@ -274,8 +274,8 @@ def test_check_reads_standard_input(capsys, monkeypatch):
         (["show", "zb_h1", *SMALL, "--W", "0"], "all costs must be above 0"),
         (["show", "gpipe", *SMALL, "--F", "1e-12"], "of 4 ranks at most 1,000,000; let costs differ less"),
         (
-            ["show", "gpipe", "--ranks", "4000", "--microbatches", "1"],
-            "a line is 8.4e+04 characters long, and of 4,000 ranks at most 25,000; let costs differ less, take fewer",
+            ["show", "gpipe", "--ranks", "3000", "--microbatches", "1"],
+            "a line is 6.3e+04 characters long, and of 3,000 ranks at most 33,333; let costs differ less, take fewer",
         ),
         (["show", "gpipe", *SMALL, "--F", "1e308"], "gpipe takes longer than a number can say under Cost"),
         (["compare", *SMALL, "--F", "1e308"], "takes longer than a number can say"),

@@ -13,9 +13,10 @@ from dualpipe_jax.command.options import CommandError, check_files
 from dualpipe_jax.command.output import in_terminal, say_written
 from dualpipe_jax.present.numbers import number, percent, together
 from dualpipe_jax.present.table import Table
-from dualpipe_jax.schedule import MemoryModel, Timeline, format_grid
+from dualpipe_jax.schedule import MemoryModel, Timeline
 from dualpipe_jax.schedule.blame import Link
 from dualpipe_jax.schedule.formats.costs_text import describe
+from dualpipe_jax.schedule.formats.text import format_timeline
 
 Format = Literal["text", "csv", "json", "trace", "svg", "png", "html"]
 PICTURES = "svg", "png", "html"
@@ -102,7 +103,7 @@ def _text(timeline: Timeline, share: Share) -> str:
     line, table = summary(timeline, share)
     below = f"{line}\ncost of a stage: {describe(timeline.costs, share.units)}\n{table}"
     comments = "\n".join(f"# {row}" for row in below.splitlines())
-    return f"{format_grid(timeline.schedule, timeline.costs)}\n{comments}\n{share.comment()}"
+    return f"{format_timeline(timeline)}\n{comments}\n{share.comment()}"
 
 
 def _json(timeline: Timeline, share: Share, chain: Chain | None) -> str:

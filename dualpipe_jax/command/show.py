@@ -8,13 +8,14 @@ import tyro
 
 from dualpipe_jax.command.formats import Format, encode, format_of, summary, write
 from dualpipe_jax.command.given import Share
-from dualpipe_jax.command.options import CommandError, Costs, Count, Memory, Output, Pipes, Shape
+from dualpipe_jax.command.options import CommandError, Costs, Count, Memory, Output, Pipes, Shape, check_size
 from dualpipe_jax.command.output import in_terminal, make_console, show
-from dualpipe_jax.command.source import schedule_of
+from dualpipe_jax.command.source import is_file, schedule_of
 from dualpipe_jax.present.numbers import Units, number
 from dualpipe_jax.schedule import Timeline, simulate
 from dualpipe_jax.schedule.blame import Link, critical_path, why_idle
 from dualpipe_jax.schedule.formats.costs_text import describe
+from dualpipe_jax.schedule.formats.text import INSTEAD, most_characters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Show:
 
     def run(self) -> int:
         form = format_of(self.format, self.json, self.output)
+        if form == "text" and self.why is None and not is_file(self.name):
+            _check_lines(self.ranks or 1, self.microbatches or 1, self.shape)
         schedule, given = schedule_of(self.name, self.ranks, self.microbatches, self.shape, self.pipes)
         share = given.under(self.costs, self.memory)
         timeline = simulate(schedule, share.costs.for_schedule(schedule))
@@ -65,6 +68,24 @@ class Show:
         else:
             write(encode(timeline, form, share, chain), self.output)
         return 0
+
+
+def _check_lines(num_ranks: int, num_microbatches: int, shape: Shape) -> None:
+    """Whether lines drawn to time may have room for so many actions, asked before there is a schedule.
+
+    A microbatch passes all ranks there and back, and a rank sees all microbatches there and back; an action takes at
+    least four characters, such as 0F0 and what stands between.
+
+    Raises:
+      CommandError: they have none, whatever the costs, or there are too many actions for any format.
+    """
+    check_size(num_ranks, num_microbatches, shape)
+    width, most = 2 * len("0F0 ") * max(num_ranks, num_microbatches), most_characters(num_ranks)
+    if width > most:
+        raise CommandError(
+            f"{num_ranks:,} ranks x {num_microbatches:,} microbatches drawn to time are lines of at least {width:,} "
+            f"characters, and of {num_ranks:,} ranks at most {most:,} can be drawn; {INSTEAD}"
+        )
 
 
 def _chain(timeline: Timeline, asked: str) -> list[Link]:

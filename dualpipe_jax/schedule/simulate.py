@@ -1,6 +1,7 @@
 """Play a schedule against costs: who waits, for how long, and what is live meanwhile."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -46,24 +47,24 @@ class Timeline:
     peak_weight_stashes: tuple[int, ...]
     peak_inputs: tuple[int, ...]
 
-    @property
+    @functools.cached_property
     def makespan(self) -> float:
         """When the last slot of all ended."""
         return max((ends[-1] for ends in self.ends if ends), default=0.0)
 
-    @property
+    @functools.cached_property
     def busy(self) -> tuple[float, ...]:
         """Time that each rank worked."""
         placement = self.schedule.placement
         return tuple(sum(self.costs.of(slot, placement) for slot in order) for order in self.schedule.orders)
 
-    @property
+    @functools.cached_property
     def idle(self) -> tuple[float, ...]:
         """Time that each rank did not work: makespan - busy."""
         makespan = self.makespan
         return tuple(makespan - busy for busy in self.busy)
 
-    @property
+    @functools.cached_property
     def bubble(self) -> float:
         """The share of all ranks' time in which they idle."""
         makespan = self.makespan

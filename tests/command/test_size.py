@@ -1,12 +1,22 @@
 """Counts that nobody can wait for are refused at once, and long work says that it goes on."""
 
+import dataclasses
 import re
+import sys
 import threading
 
 import pytest
 
 from dualpipe_jax.__main__ import main
-from dualpipe_jax.command import output
+from dualpipe_jax.command import output, show
+from dualpipe_jax.command.formats import summary
+from dualpipe_jax.command.given import Share
+from dualpipe_jax.present.numbers import Units
+from dualpipe_jax.schedule import CostModel, MemoryModel, format_grid, simulate
+from dualpipe_jax.schedule.names import SCHEDULES
+from dualpipe_jax.schedule.simulate import clock
+
+simulated = sys.modules["dualpipe_jax.schedule.simulate"]
 
 
 @pytest.mark.parametrize(
@@ -48,6 +58,57 @@ def test_counts_without_end(capsys, options, words):
     assert re.match(
         f"error: {words}.* at most 10,000,000 can be handled.*look at fewer microbatches.\n$", err
     )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "least", "most"),
+    [(1_000_000, 1, "8,000,000", "100"), (2, 1_000_000, "8,000,000", "1,000,000")],
+)
+def test_lines_that_have_no_room_are_refused_before_there_is_a_schedule(
+    capsys, monkeypatch, ranks, microbatches, least, most
+):
+    monkeypatch.setattr(show, "schedule_of", lambda *_: pytest.fail("made a schedule"))
+    options = f"--ranks {ranks} --microbatches {microbatches}".split()
+    assert main(["show", "1f1b", *options]) == 2
+    assert capsys.readouterr().err == (
+        f"error: {ranks:,} ranks x {microbatches:,} microbatches drawn to time are lines of at least {least} "
+        f"characters, and of {ranks:,} ranks at most {most} can be drawn; take fewer ranks or microbatches, or "
+        "write it in another format, such as JSON\n"
+    )
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_schedule_is_drawn_in_shorter_lines_than_that_refusal_counts_on(name):
+    for ranks, microbatches in ((2, 8), (8, 8)):
+        text = format_grid(SCHEDULES[name](ranks, microbatches), CostModel())
+        width = max(map(len, text.splitlines()[1:])) + 1 - len("rank 0: ")
+        assert width >= 8 * max(ranks, microbatches)
+
+
+class Counted(tuple):
+    """Counts how often it is walked through."""
+
+    walks = 0
+
+    def __iter__(self):
+        type(self).walks += 1
+        return super().__iter__()
+
+
+def test_a_summary_of_many_ranks_looks_for_the_end_of_the_step_once():
+    timeline = simulate(SCHEDULES["one_f_one_b"](40, 4))
+    timeline = dataclasses.replace(timeline, ends=Counted(timeline.ends))
+    line, _ = summary(timeline, Share(timeline.costs, MemoryModel(), Units()))
+    assert line.startswith("makespan 129, ") and Counted.walks == 1, (
+        "43 slots of F and B, which take 3 together"
+    )
+
+
+def test_text_is_drawn_from_the_step_that_was_simulated(monkeypatch, capsysbinary):
+    played = []
+    monkeypatch.setattr(simulated, "clock", lambda *a, **k: played.append(a) or clock(*a, **k))
+    assert main(["show", "1f1b", "--ranks", "2", "--microbatches", "2"]) == 0
+    assert len(played) == 1 and b"rank 1: ... 1F0" in capsysbinary.readouterr().out
 
 
 def test_what_takes_long_says_so(capsys, monkeypatch):

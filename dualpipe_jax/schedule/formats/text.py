@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.ir import Action, Placement, Schedule, Slot
-from dualpipe_jax.schedule.simulate import simulate
+from dualpipe_jax.schedule.simulate import Timeline, simulate
 
 _HEADER = re.compile(
     r"#\s*(?:(?P<name>.*?),\s*)?ranks\s+(?P<ranks>\d+),\s*microbatches\s+(?P<microbatches>\d+)"
@@ -43,10 +43,32 @@ def format_grid(schedule: Schedule, costs: CostModel | None = None) -> str:
         time in comparison with the others that a line would not end; and if so many ranks are drawn that the
         lines would fill the memory.
     """
+    if costs is not None:
+        return format_timeline(simulate(schedule, costs))
+    return _headed(schedule, _aligned(_spelt(schedule)))
+
+
+def format_timeline(timeline: Timeline) -> str:
+    """What ``format_grid`` prints with costs, of a step that was simulated already."""
+    return _headed(timeline.schedule, _drawn(timeline))
+
+
+def most_characters(num_ranks: int) -> int:
+    """Of a line drawn to time, where there are so many lines."""
+    return min(_WIDEST, _LARGEST // max(1, num_ranks))
+
+
+INSTEAD = "take fewer ranks or microbatches, or write it in another format, such as JSON"
+"""What to do about lines that are too long."""
+
+
+def _spelt(schedule: Schedule) -> list[list[str]]:
+    return [[spelt(slot) for slot in order] for order in schedule.orders]
+
+
+def _headed(schedule: Schedule, lines: Iterable[str]) -> str:
     pipes = " ".join(f"({' '.join(map(str, pipe))})" for pipe in schedule.placement.pipes)
     header = f"# {schedule.name}, ranks {schedule.num_ranks}, microbatches {schedule.num_microbatches}, "
-    rows = [[spelt(slot) for slot in order] for order in schedule.orders]
-    lines = _aligned(rows) if costs is None else _drawn(schedule, rows, costs)
     return "\n".join([f"{header}pipes {pipes}", *_labelled(range(schedule.num_ranks), lines)])
 
 
@@ -127,8 +149,8 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return [" ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def _drawn(schedule: Schedule, rows: Sequence[Sequence[str]], costs: CostModel) -> list[str]:
-    timeline = simulate(schedule, costs)
+def _drawn(timeline: Timeline) -> list[str]:
+    schedule, costs = timeline.schedule, timeline.costs
     slots = set(itertools.chain.from_iterable(schedule.orders))
     free = next((slot for slot in slots if not costs.of(slot, schedule.placement)), None)
     if free is not None:
@@ -137,15 +159,14 @@ def _drawn(schedule: Schedule, rows: Sequence[Sequence[str]], costs: CostModel) 
         )
     scale = max(((len(spelt(slot)) + 1) / costs.of(slot, schedule.placement) for slot in slots), default=1.0)
 
-    width, most = timeline.makespan * scale, min(_WIDEST, _LARGEST // len(rows))
+    width, most = timeline.makespan * scale, most_characters(schedule.num_ranks)
     if width > most:
         raise ValueError(
-            f"format_grid: drawn to time under {costs}, a line is {width:.2g} characters long, and of {len(rows):,} "
-            f"ranks at most {most:,}; let costs differ less, take fewer ranks or microbatches, or write it in another "
-            "format, such as JSON"
+            f"format_grid: drawn to time under {costs}, a line is {width:.2g} characters long, and of "
+            f"{schedule.num_ranks:,} ranks at most {most:,}; let costs differ less, {INSTEAD}"
         )
     lines = []
-    for row, starts, ends in zip(rows, timeline.starts, timeline.ends, strict=True):
+    for row, starts, ends in zip(_spelt(schedule), timeline.starts, timeline.ends, strict=True):
         line = ""
         for cell, start, end in zip(row, starts, ends, strict=True):
             wait = column_at(start, scale) - len(line)
