@@ -25,10 +25,12 @@ class Answers:
 
     def __init__(self, target: str, cache: Cache, rates: Path | None):
         self.target, self.cache, self.rates = target, cache, rates
+        self.is_timed = target.lower().startswith("cpu:")  # units run on this machine
         self.sizes: set[int] = set()  # parameters of the programs
         self.layers = 0  # of the model, where the program tells
         self.dispatches = False  # whether the program sends tokens to experts at all
         self.counted: set[Cut] = set()
+        self._refused: dict[Request, CommandError] = {}
 
     def ask(self, plan: Plan, compile: str, title: str, *, hints: bool = False) -> Answer:
         """What is known of a plan, with ``compile`` of it compiled ("nothing", its "units", or "usual" ones).
@@ -39,10 +41,16 @@ class Answers:
         """
         rates = None if self.rates is None else str(self.rates.absolute())
         request = Request(plan, self.target, compile, rates=rates, hints=hints)
+        if request in self._refused:
+            raise self._refused[request]
         known = self.cache.get(request)
         if known is None:
             words = f"{title}: {plan.schedule_in_words}, {plan.layout}, {plan.batch} sequences, remat {plan.remat}"
-            known = study(plan, self.target, compile, rates=self.rates, title=words, hints=hints)
+            try:
+                known = study(plan, self.target, compile, rates=self.rates, title=words, hints=hints)
+            except CommandError as error:
+                self._refused[request] = error
+                raise
             self.cache.put(request, known)
         self.counted.add(Cut.of(plan))
         self.layers = sum(known.stage_layers)
@@ -69,16 +77,21 @@ class Answers:
                 raise
 
     def raise_if_shared(self, error: Exception | None, other: Plan) -> None:
-        """Raise a plan's error if ``other``, the most different one, has it word for word: then no plan can be had."""
+        """Raise a plan's error if ``other``, the most different one, has it: then no plan can be had."""
+        if error is not None and self.is_shared(error, other):
+            raise error
+
+    def is_shared(self, error: Exception | None, other: Plan) -> bool:
+        """Whether a plan's error, if it is more than a process that died, is another plan's word for word."""
         if not isinstance(error, CommandError):
-            return
+            return False
         try:
             self.ask(other, "nothing", "the last case")
         except CommandError as its:
-            if str(its) == str(error):
-                raise
+            return str(its) == str(error)
         except Died:
             pass  # told when its turn comes
+        return False
 
 
 _AT_ONCE = min(4, os.cpu_count() or 1)

@@ -13,8 +13,8 @@ from dualpipe_jax.pods import planner
 from dualpipe_jax.pods.bounds import Bounds, Cut, Excluded
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.planner import Case, Choice, Prices, Wanted, layout_of
-from dualpipe_jax.pods.results import Answer
-from dualpipe_jax.present.numbers import how_many, in_runs, percent
+from dualpipe_jax.pods.results import Answer, Memory
+from dualpipe_jax.present.numbers import gib, how_many, in_runs, percent
 from dualpipe_jax.step_options import Shard
 
 
@@ -58,7 +58,7 @@ class Search:
         cases, self.choices = planner.cases(wanted, planner.num_devices(self.answers.target))
         if whole:
             self._clock = Clock(None)
-        if whole or self.answers.target.lower().startswith("cpu:"):
+        if whole or self.answers.is_timed:
             self._consider_in_order(cases, wanted, shards)
         else:
             self._consider_by_bounds(cases, wanted, shards)
@@ -125,7 +125,10 @@ class Search:
         self.excluded.sort(key=lambda found: found.seconds or 0.0)
 
     def _count_one_of_each(self, bounds: Bounds, wanted: Wanted, shards: Sequence[Shard]) -> None:
-        """Count one cut of each way to compute again and to reach experts, so that the work of all is known."""
+        """Count one cut of each way to compute again and to reach experts, so that the work of all is known.
+
+        Where a cut's error is that of the most different one of the same layout, word for word, the layout has none.
+        """
         tried: list[Cut] = []
         while True:
             left: dict[str, Cut] = {}  # one of a dispatch at once: of one that does not fit others follow
@@ -137,12 +140,24 @@ class Search:
             cuts = list(left.values())[: None if tried else 1]
             if not cuts:
                 return
-            error, *_ = self._count(bounds, cuts, shards)
+            errors = self._count(bounds, cuts, shards)
             if not tried:
                 self.answers.raise_if_shared(
-                    error, planner.shared(bounds.standing_for(bounds.cuts()[-1]), shards[0])
+                    errors[0], planner.shared(bounds.standing_for(bounds.cuts()[-1]), shards[0])
                 )
             tried += cuts
+            for cut, error in zip(cuts, errors, strict=True):
+                alike = [other for other in bounds.cuts() if (other.dp, other.pp) == (cut.dp, cut.pp)]
+                if self.answers.is_shared(error, planner.shared(bounds.standing_for(alike[-1]), shards[0])):
+                    gone = [
+                        other
+                        for other in alike
+                        if other not in tried and self._is_told_apart(bounds.standing_for(other), wanted)
+                    ]
+                    self.choices += [
+                        Choice(own, refused=str(error)) for each in gone for own in bounds.refuse(each)
+                    ]
+                    tried += gone
 
     def _count(self, bounds: Bounds, cuts: Sequence[Cut], shards: Sequence[Shard]) -> list[Exception | None]:
         """Count cuts, several at once, with as much shared out as may be; but none that cannot fit.
@@ -248,6 +263,8 @@ class Search:
                 standing = planner.standing_for(plans)
                 if bounds and not self.prices:
                     self._say_estimate(standing, title)
+                if self.answers.is_timed and count.memory is not None:
+                    _say_room(standing, count.memory, planner.num_devices(self.answers.target), title)
                 with self._clock.runs(case):
                     found = self.answers.ask(standing, "units", title)
                 new = Prices(case, shard, found)
@@ -300,6 +317,17 @@ _FIRST = 5
 _NO_MINUTES = "no CPU minutes left"
 _NOT_COUNTED = ", not counted: it may not fit"
 """Counting all that may be told takes minutes, so a cut is counted when its turn has come, and bounded by others."""
+
+
+def _say_room(plan: Plan, counted: Memory, num_devices: int, title: str) -> None:
+    """What a plan's units need of this machine's memory, before they run here: others may have taken it."""
+    assert counted.limit is not None
+    needs, room = (gib(num_devices * each) for each in (planner.needed(plan, counted), counted.limit))
+    words = f"{title}: its units run here, in about {needs} GiB of this machine's {room}, and what they compute with"
+    print(
+        f"{words}: {_how(plan)}; less with a smaller --sequence or --per-device, or --remat all",
+        file=sys.stderr,
+    )
 
 
 def _how(plan: Plan) -> str:

@@ -507,6 +507,26 @@ def test_where_units_are_timed_dropless_is_bounded_only_if_all_tokens_do_not_fit
     assert {choice.plan.capacity_factor for choice in search.choices} == {factor}
 
 
+def test_the_memory_of_this_machine_that_units_need_is_told_before_they_run(capsys):
+    """Each of eight devices needs what was counted of one; the machine has as much as all eight."""
+
+    def ask(plan, compile, title):
+        if compile == "units":
+            told.append(capsys.readouterr().err)
+        return dataclasses.replace(answer(plan, compile, memory=16 * GIB), products={})
+
+    told = []
+    asking(ask, target="cpu:8").explore(wanted(schedules=("1f1b",)))
+    own = answer(plan("one_f_one_b", pp=2), "nothing").memory.needed / GIB
+    assert len(told) == 1 and told[0].endswith(
+        f"case 1 of 1: its units run here, in about {8 * own:.2f} GiB of this machine's 128.00, and what they compute "
+        "with: one_f_one_b, 2 x 4, remat all, capacity; less with a smaller --sequence or --per-device, or "
+        "--remat all\n"
+    )
+    explored(schedules=("1f1b",))
+    assert "run here" not in capsys.readouterr().err
+
+
 def test_what_is_told_meanwhile(capsys):
     search = explored()
     cut, first, *bounds, estimate, last = capsys.readouterr().err.splitlines()
