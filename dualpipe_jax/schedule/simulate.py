@@ -241,10 +241,22 @@ def _peaks(order: tuple[Slot, ...]) -> tuple[int, int, int]:
     """Most activations live, weight gradients owed, and both together. Needs no clock: a rank is serial."""
     live = owed = most_live = most_owed = most_both = 0
     for slot in order:
-        ops = [action.op for action in slot]
-        live += ops.count(Op.F)
-        most_live, most_both = max(most_live, live), max(most_both, live + owed)
-        live -= ops.count(Op.B) + ops.count(Op.I)
-        owed += ops.count(Op.I) - ops.count(Op.W)
-        most_owed = max(most_owed, owed)
+        began = ended = due = 0
+        for _, op, _ in slot:
+            if op is Op.F:
+                began += 1
+            elif op is Op.W:
+                due -= 1
+            else:
+                ended += 1
+                due += op is Op.I
+        live += began
+        if live > most_live:
+            most_live = live
+        if live + owed > most_both:
+            most_both = live + owed
+        live -= ended
+        owed += due
+        if owed > most_owed:
+            most_owed = owed
     return most_live, most_owed, most_both
