@@ -81,7 +81,8 @@ class Pipeline:
         comes back reduce-scattered: see ``storage``.
       compute_dtype: dtype in which floating leaves are used, a prefix of params; None keeps each leaf's own. They are
         cast once a step, before they are gathered or sent to the rank of a second pipe; sums of their gradients are not
-        narrower for it.
+        narrower for it. For bfloat16 on a CPU with JAX 0.11 or later turn YNNPACK off, or gradients of matrices are
+        summed in bfloat16: ``XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=``, see docs/pods.md.
       frozen: whether a leaf has no gradient, a prefix of params; nothing is computed or kept for it.
       input_grads: whether gradients have an entry "batch", for the batch's floating leaves (an encoder in front).
       costs: relative costs by which actions are placed on ticks; changes the speed, not the result. None: equal ones,

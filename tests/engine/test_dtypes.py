@@ -115,6 +115,24 @@ def test_gradients_of_bfloat16_products_are_not_rounded_before_they_are_summed(s
     assert np.abs(got - exact).max() < 1e-6 * np.abs(exact).max()
 
 
+def test_gradients_of_bfloat16_matrices_are_summed_in_float32_without_ynnpack():
+    """Against NumPy in float64, over two dims of rows. With it, from JAX 0.11 on, XLA for CPU sums in bfloat16."""
+
+    def stage(own, shared, x, at):
+        return Out(losses={"weighted": jnp.mean((at.batch["x"] @ own) * at.batch["by"], dtype=jnp.float32)})
+
+    rng = np.random.default_rng(5)
+    batch = {name: rng.standard_normal((1, 2, 512, 32)).astype(jnp.bfloat16) for name in ("x", "by")}
+    params = {"stages": jnp.ones((1, 32, 32), jnp.bfloat16), "shared": {}}
+    pipeline = Pipeline(StagedModel({"only": stage}, ("only",)), one_f_one_b(1, 1), make_mesh(1))
+    step = jax.jit(pipeline.value_and_grad, compiler_options={"xla_cpu_experimental_ynn_fusion_type": ""})
+    got = np.asarray(step(params, batch)[1]["stages"][0], np.float64)
+    x, by = (batch[name][0].reshape(-1, 32).astype(np.float64) for name in ("x", "by"))
+    exact, once = x.T @ by / by.size, 2.0**-8
+    # The cotangent, 1 / 32768 of a number, is exact; so only the sum is rounded.
+    assert np.all(np.abs(got - exact) <= once * np.abs(exact) + 1e-6 * np.abs(exact).max())
+
+
 def test_metrics_of_narrow_dtypes_are_summed_in_wide_ones():
     """Against NumPy in float64. Added in their own, bfloat16's end at 256 times the largest, and int8's at 127."""
     values = np.random.default_rng(4).uniform(0, 2, 256).astype(jnp.bfloat16)
