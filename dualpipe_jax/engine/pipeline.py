@@ -422,7 +422,10 @@ class Pipeline:
 
     def _watch(self, results: Results) -> None:
         if results.first_bad is not None:
-            nans.raise_first(results.objective, results.first_bad, self.schedule)
+            # Left in parts, it is brought to the callback's device with a warning of XLA's.
+            everywhere = NamedSharding(self.mesh, PartitionSpec())
+            first_bad = jax.lax.with_sharding_constraint(results.first_bad, everywhere)
+            nans.raise_first(results.objective, first_bad, self.schedule)
 
 
 _AS_USED = "as used"

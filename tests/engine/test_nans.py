@@ -71,3 +71,13 @@ def test_a_head_is_told_from_the_stage_before_it():
     said = message(one_f_one_b, models.MLP.stage, head_loss, jnp.zeros_like(inputs), targets)
     assert "the loss is nan" in said
     assert "is a loss, in the forward of microbatch 3 at stage 1" in said
+
+
+def test_watching_makes_xla_warn_of_nothing(capfd):
+    """Of a program that no cache has, else XLA says nothing."""
+    unlike = float(np.random.default_rng().uniform())
+    model = PipelineModel(models.embed, lambda p, x: models.mlp(p, x)[0] * unlike, models.head_loss)
+    step = quick(pipeline_value_and_grad(model, one_f_one_b(2, 4), make_mesh(2, 2), debug_nans=True))
+    jax.block_until_ready(step(models.init("mlp", 2)[0], *models.data(4)))
+    jax.effects_barrier()
+    assert "rematerialization" not in capfd.readouterr().err
