@@ -1,5 +1,6 @@
 """Which steps are traced, and the trace of them read back."""
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -96,7 +97,9 @@ def read_events(folder: Path) -> Iterator[Event]:
     traces = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     if not traces:
         raise FileNotFoundError(f"{folder}: no trace (*.xplane.pb)")
-    for plane in jax.profiler.ProfileData.from_file(str(traces[-1])).planes:
+    profile = jax.profiler.ProfileData.from_file(str(traces[-1]))
+    _make_type_of_stats(profile)
+    for plane in profile.planes:
         own = plane.name.startswith("/device:")
         ordinal = plane.name.rpartition(":")[2].split()[0] if own else "0"
         if not ordinal.isdigit():
@@ -119,3 +122,16 @@ def read_events(folder: Path) -> Iterator[Event]:
                     end=start + event.duration_ns / 1e6,
                     program=str(stats.get("hlo_module", "")),
                 )
+
+
+def _make_type_of_stats(profile: jax.profiler.ProfileData) -> None:
+    """Has JAX's reader make its type of events' statistics, which it does at the first event that is asked for them."""
+    with warnings.catch_warnings():
+        # From Python 3.13 on the reader of JAX 0.12 warns of this type. Where warnings are errors its C++ aborts the
+        # process, so no "except" would help.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        for plane in profile.planes:
+            for line in plane.lines:
+                for event in line.events:
+                    _ = event.stats
+                    return
