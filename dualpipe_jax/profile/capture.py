@@ -127,7 +127,7 @@ def read_events(folder: Path) -> Iterator[Event]:
 def _make_type_of_stats(profile: jax.profiler.ProfileData) -> None:
     """Has JAX's reader make its type of events' statistics, which it does at the first event that is asked for them."""
     with warnings.catch_warnings():
-        # From Python 3.13 on the reader of JAX 0.12 warns of this type. Where warnings are errors its C++ aborts the
+        # From Python 3.12 on the reader of JAX 0.12 warns of this type. Where warnings are errors its C++ aborts the
         # process, so no "except" would help.
         warnings.simplefilter("ignore", DeprecationWarning)
         for plane in profile.planes:
