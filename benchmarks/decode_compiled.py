@@ -106,7 +106,7 @@ def kernels(module, rates, clock, num_groups, computation=None):
             found += times * [
                 one for name in inside for one in kernels(module, rates, clock, num_groups, name)
             ]
-        elif instruction.opcode not in FREE:
+        elif instruction.opcode not in FREE and not instruction.opcode.endswith("-done"):
             count = moved(module, within, instruction, num_groups)
             cycles = count / rates.memory + rates.launch
             found.append(Kernel(re.sub(r"[.\d]+$", "", instruction.name), count, cycles / clock))

@@ -101,7 +101,7 @@ def product(
         written = x_RD.shape[0] * width * x_RD.dtype.itemsize
         cost = _cost(x_RD, width, num_read * w_GDF.size // len(w_GDF) * x_RD.dtype.itemsize + written)
         if few:
-            y_RF = once(_of_few, cost, x_RD, w_GDF, sizes_G)
+            y_RF = once(_of_few, cost, x_RD, w_GDF, sizes_G, num_read=num_read)
         else:
             y_RF = once(_of_many, cost, x_RD, w_GDF, sizes_G, tiles=tiles, transpose=transpose)
         y_RF = y_RF[:rows, :width]
@@ -305,12 +305,15 @@ def _of_many(
     return run(of_many, made, *given, sms=tiles.SMS, scratch=[tiles.slots(blocks)], warpgroups=warpgroups)
 
 
-def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
-    """A Hopper's product of groups of few rows: the matrix of a group without any is not read, those of others once."""
+def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array, *, num_read: int) -> Array:
+    """A Hopper's product of groups of few rows: the matrix of a group without any is not read, those of others once.
+
+    At most ``num_read`` groups have rows: every multiprocessor asks each place whether there is something to do.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    (R, D), (G, _, F) = x_RD.shape, w_GDF.shape
-    groups_S, starts_S, ends_S = filled(sizes_G, min(R, G))
+    (R, D), F = x_RD.shape, w_GDF.shape[2]
+    groups_S, starts_S, ends_S = filled(sizes_G, num_read)
 
     def of_few(
         groups_ref: Any, starts_ref: Any, ends_ref: Any, x_ref: Any, w_ref: Any, y_ref: Any, tile_smem: Any

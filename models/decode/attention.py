@@ -179,8 +179,8 @@ def _by_kernel(
     nope, tables_BM, starts_B = config.qk_nope_dim, jnp.asarray(rows.tables), jnp.asarray(rows.starts)
     q_HTC = jnp.einsum("htn,hnc->htc", q_HTX[..., :nope], weights.queries)
     scale = softmax_scale(config)
-    out_HTC = paged.attend(q_HTC, q_HTX, cache, layer, tables_BM, starts_B, new_BSL, scale)
-    return jnp.einsum("htc,hcv->thv", out_HTC, weights.values).reshape(B, S, H, -1)
+    out_THC = paged.attend(q_HTC, q_HTX, cache, layer, tables_BM, starts_B, new_BSL, scale)
+    return jnp.einsum("thc,hcv->thv", out_THC, weights.values).reshape(B, S, H, -1)
 
 
 def _absorbed(config: Config, q_BSHX: Array, heard: Sequence[_Heard], weights: Weights) -> Array:

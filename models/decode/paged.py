@@ -85,7 +85,7 @@ def attend(
       scale: on scores.
 
     Returns:
-      Latents attended to, [H, T, C] of the queries' dtype.
+      Latents attended to, [T, H, C] of the queries' dtype.
     """
     L, P, size, X = cache.shape
     (H, T, C), (B, S) = q_HTC.shape, new_BSL.shape[:2]
@@ -106,14 +106,14 @@ def attend(
     return _together(*made).astype(q_HTC.dtype)
 
 
-def _together(out_ZHTC: Array, log_ZTH: Array) -> Array:
-    """What a row's splits found, by the sums of their powers, whose logarithms to the base 2 are given: [H, T, C]."""
+def _together(out_ZTHC: Array, log_ZTH: Array) -> Array:
+    """What a row's splits found, by the sums of their powers, whose logarithms to the base 2 are given: [T, H, C]."""
     if len(log_ZTH) > _WRITTEN_OUT:
         share_ZTH = jax.nn.softmax(log_ZTH * math.log(2), axis=0)
-        return jnp.einsum("zth,zhtc->htc", share_ZTH, out_ZHTC)
+        return jnp.einsum("zth,zthc->thc", share_ZTH, out_ZTHC)
     top_TH = functools.reduce(jnp.maximum, list(log_ZTH))
-    powers = [jnp.exp2(log_TH - top_TH).T[..., None] for log_TH in log_ZTH]
-    weighted = [out_HTC * power for out_HTC, power in zip(out_ZHTC, powers, strict=True)]
+    powers = [jnp.exp2(log_TH - top_TH)[..., None] for log_TH in log_ZTH]
+    weighted = [out_THC * power for out_THC, power in zip(out_ZTHC, powers, strict=True)]
     return functools.reduce(jnp.add, weighted) / functools.reduce(jnp.add, powers)
 
 
@@ -287,7 +287,7 @@ def _attend(
             plgpu.commit_smem()
             columns = pl.ds(group * half + place * _PART, _PART)
             for token in range(of.tokens):
-                where = z, own_heads, b * S + first_token + token, columns
+                where = z, b * S + first_token + token, own_heads, columns
                 plgpu.copy_smem_to_gmem(staged.at[pl.ds(token * of.heads, of.heads)], outs[0].at[where])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if shape.splits > 1:
@@ -301,7 +301,7 @@ def _attend(
                     plgpu.copy_smem_to_gmem(log_smem.at[pl.ds(token * of.heads, of.heads)], outs[1].at[where])
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    out_type = [jax.ShapeDtypeStruct((shape.splits, H, T, C), made)]
+    out_type = [jax.ShapeDtypeStruct((shape.splits, T, H, C), made)]
     if shape.splits > 1:
         out_type.append(jax.ShapeDtypeStruct((shape.splits, T, H), jnp.float32))
     run = plgpu.kernel(

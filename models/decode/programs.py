@@ -87,15 +87,22 @@ def programs(
         run = (
             functools.partial(in_halves, step, hears) if microbatches == 2 else functools.partial(whole, step)
         )
-        if model.platform == "gpu":
-            run = functools.partial(of_two_rows, run)
         return jit_step(seated(run), mesh, _options(model.platform))
 
+    alone = of_two_rows if model.platform == "gpu" else lambda run: run
+
+    def seated(run: Any) -> Any:
+        return prefilling(alone(run))
+
+    def repeated(run: Any) -> Any:
+        steps = repeating(decoding(run, 1 + drafts), num_steps)
+        return steps if drafts else alone(steps)
+
     return Programs(
-        compiled(prefill, prefilling, hears=True),
+        compiled(prefill, seated, hears=True),
         # Of two that start at 0 neither hears the other.
-        compiled(prefill, prefilling, hears=False, fresh=True),
-        compiled(decode, lambda run: repeating(decoding(run, 1 + drafts), num_steps), hears=False),
+        compiled(prefill, seated, hears=False, fresh=True),
+        compiled(decode, repeated, hears=False),
         functools.partial(_init_cache, model.config, mesh),
         functools.partial(_init_running, mesh),
     )
@@ -190,25 +197,29 @@ def whole(step: Step, weights: Tree, cache: Array, rows: Rows, *more: Tree) -> t
     return _written(cache, [(rows, *step(weights, cache, rows, *more))])
 
 
-def of_two_rows(
-    run: Callable[..., Any], weights: Tree, cache: Array, rows: Rows, *more: Tree
-) -> tuple[Any, Array, Array]:
+def of_two_rows(run: Callable[..., Any]) -> Callable[..., Any]:
     """The same, but never of one token alone: one that nobody asks for is beside it.
 
     XLA takes a vector's product with a matrix for no product. On a GPU it multiplies number by number, writes all of
     them, as many as the matrix has, and reads them again to add them up.
+
+    Args:
+      run: ``(weights, cache, *rows) -> (out, counts, cache)``, whose ``rows`` and ``out`` lie row by row; the first
+        array of ``rows`` has a number for each token.
     """
-    if rows.tokens.size > 1:
-        return run(weights, cache, rows, *more)
 
     def beside(leaf: Array) -> Array:
         # A choice becomes part of what reads it, where a concatenation is a kernel of its own.
         asked = jnp.arange(2, dtype=jnp.int32).reshape(2, *[1] * (jnp.ndim(leaf) - 1)) == 0
         return jnp.where(asked, leaf, jnp.zeros((), leaf.dtype))
 
-    two = jax.tree.map(beside, (rows, *more))
-    out, counts, cache = run(weights, cache, *two)
-    return jax.tree.map(lambda leaf: leaf[:1], out), counts, cache
+    def of_two(weights: Tree, cache: Array, *rows: Tree) -> tuple[Any, Array, Array]:
+        if jax.tree.leaves(rows)[0].size > 1:
+            return run(weights, cache, *rows)
+        out, counts, cache = run(weights, cache, *jax.tree.map(beside, rows))
+        return jax.tree.map(lambda leaf: leaf[:1], out), counts, cache
+
+    return of_two
 
 
 def in_halves(

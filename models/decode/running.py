@@ -14,6 +14,7 @@ from jax import Array, lax
 from dualpipe_jax.functional import Tree
 from models.decode.cache import Rows
 from models.decode.sampling import Sampling
+from models.decode.scores import Scores
 from models.decode.steps import Decoded, Prefilled
 
 NUM_STOPS = 8
@@ -118,15 +119,27 @@ def repeating(decode: Callable[..., Any], num_steps: int) -> Callable[..., Any]:
 
         def one(carry: tuple[Array, Running], _: None) -> Any:
             (out, running), counts, cache = decode(weights, carry[0], *given, carry[1])
-            return (cache, running), (out, counts)
+            return (cache, running), (_numbers(out), out.scores, counts)
 
         begin = cache, jax.tree.map(jnp.asarray, running)
         # XLA makes no loop of one step.
-        (cache, running), (outs, counts) = lax.scan(one, begin, length=num_steps)
-        out = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), outs)
+        (cache, running), (*outs, counts) = lax.scan(one, begin, length=num_steps)
+        out = _of_numbers(*jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, 1), outs))
         return (out, running), jnp.sum(counts, axis=0), cache
 
     return steps
+
+
+def _numbers(out: Decoded) -> Array:
+    """All but scores as one array, int32 [B, S + 4]: a loop keeps each array of a step by a kernel of its own."""
+    rest = out.accepted, out.fed, out.finite.astype(jnp.int32), out.drafts
+    return jnp.concatenate([out.tokens, jnp.stack(rest, axis=1)], axis=1)
+
+
+def _of_numbers(numbers: Array, scores: Scores | None) -> Decoded:
+    """The same of ``_numbers`` of any steps, [..., S + 4]."""
+    accepted, fed, finite, drafts = (numbers[..., place] for place in range(-4, 0))
+    return Decoded(numbers[..., :-4], accepted, fed, finite.astype(bool), drafts, scores)
 
 
 def of_step(out: Tree, step: int) -> Tree:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 
 class Sampling(NamedTuple):
@@ -35,16 +35,42 @@ def sample(logits_BSV: Array, sampling: Sampling | None, positions_BS: Array) ->
     That is another program, for the host knows of it: a branch would let a GPU wait for the host in every step, and
     sorting a vocabulary takes longer than many a model's step.
     """
-    greedy_BS = jnp.argmax(logits_BSV, axis=-1).astype(jnp.int32)
+    return choose(logits_BSV, sampling, positions_BS)[0]
+
+
+def choose(logits_BSV: Array, sampling: Sampling | None, positions_BS: Array) -> tuple[Array, Array]:
+    """Return what ``sample`` does, and whether all logits of each are numbers, bool [B, S]; else the token is any."""
+    greedy_BS, finite_BS = likeliest(logits_BSV)
     if sampling is None:
-        return greedy_BS
+        return greedy_BS, finite_BS
     found_BS = draw(
         logits_BSV,
         jnp.asarray(sampling.temperature)[:, None],
         jnp.asarray(sampling.top_p)[:, None],
         uniforms(jnp.asarray(sampling.seeds), positions_BS),
     )
-    return jnp.where(jnp.asarray(sampling.temperature)[:, None] > 0, found_BS, greedy_BS)
+    tokens_BS = jnp.where(jnp.asarray(sampling.temperature)[:, None] > 0, found_BS, greedy_BS)
+    return tokens_BS, finite_BS
+
+
+def likeliest(logits: Array) -> tuple[Array, Array]:
+    """Find the first of the largest, and whether all are numbers, in one pass over the vocabulary.
+
+    Args:
+      logits: float32 [..., V].
+
+    Returns:
+      int32 [...], any token where not all are finite; and bool [...].
+    """
+    token = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
+
+    def better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
+        stays = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
+        return jnp.where(stays, one[0], other[0]), jnp.where(stays, one[1], other[1]), one[2] & other[2]
+
+    nothing = jnp.float32(-jnp.inf), jnp.int32(logits.shape[-1] - 1), jnp.bool_(True)
+    _, best, finite = lax.reduce((logits, token, jnp.isfinite(logits)), nothing, better, [logits.ndim - 1])
+    return best, finite
 
 
 def uniforms(seeds_B: Array, positions_BS: Array) -> Array:

@@ -12,7 +12,7 @@ from jax import Array
 from dualpipe_jax.functional import Tree
 from models.decode.cache import Rows
 from models.decode.model import Before, Decoder, Made
-from models.decode.sampling import Sampling, sample
+from models.decode.sampling import Sampling, choose
 from models.decode.scores import Scores, score
 
 
@@ -80,8 +80,8 @@ def prefill(
     x_BSD, made = model.forward(weights, cache, rows, before)
     last_B = jnp.maximum(rows.lengths - 1, 0)
     logits_B1V = model.logits(weights, _at(x_BSD, last_B))
-    tokens_B = sample(logits_B1V, sampling, jnp.asarray(rows.starts + rows.lengths)[:, None])[:, 0]
-    finite_B = jnp.all(jnp.isfinite(logits_B1V), axis=(1, 2))
+    tokens_B1, finite_B1 = choose(logits_B1V, sampling, jnp.asarray(rows.starts + rows.lengths)[:, None])
+    tokens_B, finite_B = tokens_B1[:, 0], finite_B1[:, 0]
     next_B = jnp.where(follow < 0, tokens_B, follow)
     index = jnp.arange(x_BSD.shape[1], dtype=jnp.int32)
     shifted_BS = jnp.roll(jnp.asarray(rows.tokens), -1, axis=1)
@@ -111,13 +111,13 @@ def decode(
     """
     x_BSD, made = model.forward(weights, cache, rows)
     logits_BSV = model.logits(weights, x_BSD)
-    tokens_BS = sample(logits_BSV, sampling, rows.positions + 1)
+    tokens_BS, finite_BS = choose(logits_BSV, sampling, rows.positions + 1)
     accepted_B = jnp.minimum(rows.lengths, 1)
     if tokens_BS.shape[1] > 1:
         right_B = (rows.lengths > 1) & (rows.tokens[:, 1] == tokens_BS[:, 0])
         accepted_B = accepted_B + right_B.astype(jnp.int32)
     counts_BS = jnp.arange(tokens_BS.shape[1], dtype=jnp.int32) < accepted_B[:, None]
-    finite_B = jnp.all(jnp.all(jnp.isfinite(logits_BSV), axis=2) | ~counts_BS, axis=1)
+    finite_B = jnp.all(finite_BS | ~counts_BS, axis=1)
     drafts_B = jnp.full_like(accepted_B, -1)
     if drafting:
         ahead = rows._replace(tokens=tokens_BS, lengths=accepted_B)

@@ -70,8 +70,8 @@ def by_kernel(q, cache, tables, used, new, latent, layer):
     B, S, H, L = q.shape
     q_HTX = q.reshape(B * S, H, L).swapaxes(0, 1)
     tables, used = jnp.asarray(tables, jnp.int32), jnp.asarray(used, jnp.int32)
-    out_HTC = paged.attend(q_HTX[..., :latent], q_HTX, cache, layer, tables, used, new, SCALE)
-    return out_HTC.swapaxes(0, 1).reshape(B, S, H, latent)
+    out_THC = paged.attend(q_HTX[..., :latent], q_HTX, cache, layer, tables, used, new, SCALE)
+    return out_THC.reshape(B, S, H, latent)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -97,10 +97,10 @@ def test_rows_are_split_where_there_are_fewer_than_multiprocessors():
 def test_splits_are_put_together_by_what_their_powers_add_up_to(splits):
     """One of them heard nothing, as where a row has fewer tiles than splits."""
     rng = np.random.default_rng(splits)
-    found, log = rng.normal(size=(splits, 4, 3, 5)), rng.normal(scale=20.0, size=(splits, 3, 4))
+    found, log = rng.normal(size=(splits, 3, 4, 5)), rng.normal(scale=20.0, size=(splits, 3, 4))
     log[1] = -1e30
     powers = 2.0 ** (log - log.max(axis=0))
-    wanted = np.einsum("zth,zhtc->htc", powers / powers.sum(axis=0), found)
+    wanted = np.einsum("zth,zthc->thc", powers / powers.sum(axis=0), found)
     made = jax.jit(paged._together)(*(jnp.asarray(a, jnp.float32) for a in (found, log)))
     np.testing.assert_allclose(made, wanted, rtol=1e-5, atol=1e-6)
 

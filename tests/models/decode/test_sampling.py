@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from models.decode import Sampling, sample
-from models.decode.sampling import draw, uniforms
+from models.decode.sampling import draw, likeliest, uniforms
 
 VOCAB = 17
 
@@ -28,6 +28,22 @@ def drawn_by_numpy(logits, temperature, top_p, uniform):
         if uniform < reached:
             return token, abs(uniform - reached)
     raise AssertionError("the distribution function ends at 1")
+
+
+def test_the_likeliest_is_the_first_of_the_largest_and_what_is_no_number_is_seen_wherever_it_is():
+    rng = np.random.default_rng(1)
+    logits = np.round(3 * rng.normal(size=(9, 3, 5000))).astype(np.float32)
+    logits[0], logits[1, :, 7:] = -3e38, -np.inf
+    finite = np.ones((9, 3), bool)
+    finite[1] = False
+    for row, (place, what) in enumerate(
+        [(0, np.nan), (4999, np.nan), (1234, np.inf), (3000, -np.inf)], start=2
+    ):
+        logits[row, 1, place], finite[row, 1] = what, False
+    tokens, all_finite = jax.jit(likeliest)(logits)
+    assert tokens.dtype == jnp.int32 and tokens.min() >= 0 and tokens.max() < 5000
+    np.testing.assert_array_equal(all_finite, finite)
+    np.testing.assert_array_equal(np.asarray(tokens)[finite], logits.argmax(-1)[finite])
 
 
 @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.5, 1e-6])
