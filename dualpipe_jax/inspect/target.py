@@ -195,7 +195,8 @@ class Target:
     def devices(self) -> list[Any]:
         """Its devices. Programs can be compiled for them, but no array can be put on them, except on CPU's.
 
-        Variables of ``environment`` that are not set are set, which has no effect if JAX has read them before.
+        Variables of ``environment`` that are not set are set, which has no effect if JAX has read them before. In one
+        process Pallas' Mosaic kernels compile for one architecture of GPU, the first: take another process for another.
 
         Raises:
           MissingCompiler: the compiler is not installed.

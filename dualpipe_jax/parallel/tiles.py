@@ -234,8 +234,9 @@ def transposed(ref: Any) -> Any:
 
 
 def loaded(ref: Any) -> Array:
-    """What lies in a piece of global memory, in registers; jax 0.11 no longer takes an index."""
+    """What lies in a piece of global memory, in registers; jax 0.10 asks for an index, which newer ones do not take."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    index = [(...,)] if "idx" in inspect.signature(plgpu.load).parameters else []
+    place = inspect.signature(plgpu.load).parameters.get("idx")
+    index = [(...,)] if place is not None and place.default is inspect.Parameter.empty else []
     return plgpu.load(ref, *index, optimized=False)
