@@ -92,3 +92,20 @@ def test_a_linked_environment_is_not_made_anew_under_its_owner(tmp_path):
     )
     assert [file.name for file in theirs.iterdir()] == [".state"]
     assert (theirs / ".state").read_text() == "1 /theirs train,test"
+
+
+@pytest.mark.parametrize("given, wanted", [("C", "C.UTF-8"), ("POSIX", "C.UTF-8"), ("C.UTF-8", "C.UTF-8")])
+def test_a_checkout_whose_place_has_an_umlaut_is_set_up_in_the_c_locale(given, wanted, tmp_path):
+    """In ASCII setuptools cannot write that place, nor Python read it: so all gets another, here one that tells it."""
+    root = tmp_path / "wä lk"
+    (root / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "_env", root / "scripts")
+    (root / "pyproject.toml").write_text("")
+    uv = tmp_path / "uv"
+    uv.write_text('#!/bin/sh\n[ "$1" = pip ] && printf %s "$LC_ALL" >"$TOLD"\nexit 0\n')
+    uv.chmod(0o755)
+    told = tmp_path / "told"
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LC_ALL": given, "TOLD": str(told)}
+    run = ["bash", "-c", '. "$0/scripts/_env"; ensure_venv', root]
+    subprocess.run(run, env=environment, check=True, capture_output=True)
+    assert told.read_text() == wanted
