@@ -5,6 +5,7 @@ import functools
 
 import pytest
 
+from models import Kernels
 from models.decode import Engine, Limits, SamplingParams, decoder
 from tests.models.decode.small_models import continued, drawn, loud_params, small
 
@@ -90,6 +91,18 @@ def test_a_text_that_is_cancelled_ends_where_it_is():
     (found,) = serving.run()
     assert found.finish_reason == "cancelled"
     assert list(found.tokens) == heard == list(continued(CONFIG, a_params(), prompt, 3, LIMITS.max_positions))
+
+
+@pytest.mark.parametrize("drafts", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_gpus_program_for_one_request_gives_its_texts(drafts):
+    """For which a row that nobody asked for stands beside the one; here it runs on a CPU."""
+    model = decoder(CONFIG, platform="gpu", kernels=Kernels("plain", "plain"))
+    limits = dataclasses.replace(LIMITS, max_requests=1, chunk_size=1, max_prefill=1, num_steps=4)
+    one = Engine(model, a_params(), limits, drafts=drafts)
+    found, _ = served(one)
+    wanted, _ = served(engine(1, drafts))
+    assert [text.tokens for text in found] == [text.tokens for text in wanted]
+    assert [text.finish_reason for text in found] == [text.finish_reason for text in wanted]
 
 
 def test_tables_hold_what_the_last_of_the_steps_writes():
