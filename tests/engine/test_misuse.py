@@ -195,6 +195,14 @@ def test_under_the_setting_that_refuses_arrays_of_unlike_ranks():
     np.testing.assert_allclose(loss, plain_loss(*arguments()), rtol=1e-6)
 
 
+def test_without_jit_there_is_a_word_instead_of_hours():
+    with jax.disable_jit():
+        with pytest.raises(ValueError, match="JAX_DISABLE_JIT or jax.disable_jit.. is on"):
+            pipeline().value_and_grad(*arguments())
+        (loss, _), _ = reference_value_and_grad(pipeline().model)(*arguments())
+    np.testing.assert_allclose(loss, plain_loss(*arguments()), rtol=1e-6)
+
+
 @pytest.mark.parametrize("shape", [(1,), (2,)])
 def test_a_weight_is_a_scalar(shape):
     """With an array of one the oracle's mean was of every loss by every weight."""
