@@ -1,16 +1,15 @@
 """A run's folder: whose it is, and that nobody else writes into it."""
 
-import fcntl
 import json
 import os
-import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 
 from train.config import ConfigError, TrainConfig
 from train.figures.metrics import read_records
+from train.lock import Held, locked
 from train.options import lasting, plain
 
 METRICS = "metrics.jsonl"
@@ -78,28 +77,20 @@ def claimed(config: TrainConfig, *, resume: bool) -> Iterator[Path]:
 
 @contextmanager
 def held(folder: Path, lock: Path) -> Iterator[None]:
-    """Hold a run's folder by a file that one process can lock, as long as this process lives, however it ends.
-
-    What the file says is who locked it last. That it is there says nothing: the system unlocks it when a process ends.
+    """Hold a run's folder by a file, see ``locked``.
 
     Raises:
       ConfigError: another process holds it, or the file cannot be written.
     """
-    with writing(folder):
-        file = lock.open("a+")  # "w" would wipe out who holds it
-    with file:
+    with ExitStack() as holding:
         with writing(folder):
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                file.seek(0)
+                holding.enter_context(locked(lock))
+            except Held as by:
                 raise ConfigError(
-                    f"--name {folder.name}: {file.read() or 'another process'} is at work in {folder}; let it end, or "
-                    "stop it there with SIGTERM, at which it saves"
+                    f"--name {folder.name}: {by} is at work in {folder}; let it end, or stop it there with SIGTERM, "
+                    "at which it saves"
                 ) from None
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
         yield
 
 

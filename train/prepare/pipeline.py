@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import json
@@ -19,6 +18,7 @@ from train.data.inputs import File, Piece, find, pieces
 from train.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Shard, loads
 from train.data.remote import cache_folder, is_url, open_filesystem
 from train.data.vocabulary import BYTES, open_vocabulary
+from train.lock import Held, locked
 from train.prepare import cluster, query
 from train.prepare.files import (
     Folder,
@@ -240,12 +240,11 @@ def _held(work: Folder) -> Iterator[None]:
     create(work)
     file = (local_path(work) or cache_folder() / "prepare" / _name(url_of(work))) / LOCK
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w") as opened:
-        try:
-            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise DataError(f"another process is at work in {url_of(work)}") from None
-        yield
+    try:
+        with locked(file):
+            yield
+    except Held as by:
+        raise DataError(f"{by} is at work in {url_of(work)}; let it end first") from None
 
 
 @contextlib.contextmanager

@@ -393,7 +393,7 @@ def test_half_done_work_of_other_options_or_processes_is_not_mixed_in(tmp_path, 
     work.mkdir()
     with (
         pipeline._held(open_folder(str(work))),
-        pytest.raises(DataError, match="another process is at work in .*work"),
+        pytest.raises(DataError, match=rf"process {os.getpid()} on .* is at work in .*work; let it end"),
     ):
         prepare(out, data, work=work)
     monkeypatch.setattr(pipeline, "tokenise", lambda *job: 1 / 0)
