@@ -91,7 +91,7 @@ def check_arguments(
     schedule: Schedule, mesh: Mesh | AbstractMesh, params: Tree, batch: Tree, key: Any = None
 ) -> None:
     """Shapes of params and data against the schedule and the mesh; all failures in one ValueError."""
-    if jax.config.jax_disable_jit:
+    if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         raise ValueError(
             f"{schedule.name}: JAX_DISABLE_JIT or jax.disable_jit() is on, and a step is one program for all devices: "
             "operation by operation it would take hours. Turn it off; the plain model runs without jit: "
