@@ -240,11 +240,14 @@ def _held(work: Folder) -> Iterator[None]:
     create(work)
     file = (local_path(work) or cache_folder() / "prepare" / _name(url_of(work))) / LOCK
     file.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with locked(file):
-            yield
-    except Held as by:
-        raise DataError(f"{by} is at work in {url_of(work)}; let it end first") from None
+    with contextlib.ExitStack() as holding:
+        try:
+            holding.enter_context(locked(file))
+        except Held as by:
+            raise DataError(f"{by} is at work in {url_of(work)}; let it end first") from None
+        except OSError as error:
+            raise DataError(f"cannot lock {file}: {error.strerror or error}; name another --work") from None
+        yield
 
 
 @contextlib.contextmanager

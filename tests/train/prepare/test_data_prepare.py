@@ -1,5 +1,7 @@
 """scripts/prepare: from documents to shards, against what plain loops over the same documents give."""
 
+import errno
+import fcntl
 import gzip
 import hashlib
 import io
@@ -396,6 +398,16 @@ def test_half_done_work_of_other_options_or_processes_is_not_mixed_in(tmp_path, 
         pytest.raises(DataError, match=rf"process {os.getpid()} on .* is at work in .*work; let it end"),
     ):
         prepare(out, data, work=work)
+    with monkeypatch.context() as patched:
+
+        def refused(*_):
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        patched.setattr(fcntl, "flock", refused)
+        with pytest.raises(
+            DataError, match="cannot lock .*work/lock: No locks available; name another --work"
+        ):
+            prepare(out, data, work=work)
     monkeypatch.setattr(pipeline, "tokenise", lambda *job: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         prepare(out, data)
