@@ -173,7 +173,7 @@ def _insert(cached_BKL: Array, new_BSL: Array, index_BK: Array) -> Array:
 def _by_kernel(
     config: Config, q_BSHX: Array, cache: Array, layer: int, rows: Rows, new_BSL: Array, weights: Weights
 ) -> Array:
-    """``_absorbed`` by ``paged``: heads come first, as products of a matrix for each head make and take them."""
+    """``_absorbed`` by ``paged``, which takes queries heads first, as products of a matrix for each head make them."""
     B, S, H, X = q_BSHX.shape
     q_HTX = q_BSHX.reshape(B * S, H, X).swapaxes(0, 1)
     nope, tables_BM, starts_B = config.qk_nope_dim, jnp.asarray(rows.tables), jnp.asarray(rows.starts)

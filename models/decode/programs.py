@@ -81,28 +81,29 @@ def programs(
         raise ValueError(f"Engine: microbatches is {microbatches}, must be 1 or 2")
 
     def compiled(
-        step: Step, seated: Callable[..., Any], *, hears: bool, fresh: bool = False
+        step: Step, fed: Callable[..., Any], *, hears: bool, fresh: bool = False
     ) -> Callable[..., tuple[Any, Array, Array]]:
         step = functools.partial(step, model.fresh() if fresh else model, drafts, scores)
         run = (
             functools.partial(in_halves, step, hears) if microbatches == 2 else functools.partial(whole, step)
         )
-        return jit_step(seated(run), mesh, _options(model.platform))
+        return jit_step(fed(run), mesh, _options(model.platform))
 
     alone = of_two_rows if model.platform == "gpu" else lambda run: run
 
-    def seated(run: Any) -> Any:
+    def prompts(run: Callable[..., Any]) -> Callable[..., Any]:
         return prefilling(alone(run))
 
-    def repeated(run: Any) -> Any:
+    def texts(run: Callable[..., Any]) -> Callable[..., Any]:
         steps = repeating(decoding(run, 1 + drafts), num_steps)
+        # A row with a draft is two tokens.
         return steps if drafts else alone(steps)
 
     return Programs(
-        compiled(prefill, seated, hears=True),
+        compiled(prefill, prompts, hears=True),
         # Of two that start at 0 neither hears the other.
-        compiled(prefill, seated, hears=False, fresh=True),
-        compiled(decode, repeated, hears=False),
+        compiled(prefill, prompts, hears=False, fresh=True),
+        compiled(decode, texts, hears=False),
         functools.partial(_init_cache, model.config, mesh),
         functools.partial(_init_running, mesh),
     )
