@@ -1,4 +1,4 @@
-"""Text from a trained model: a cache of latents, prefill, decode, sampling."""
+"""Generate text with a trained model: a cache of latents, prefill, decode, sampling."""
 
 from models.decode.blocks import Blocks
 from models.decode.cache import Rows, init_cache, write

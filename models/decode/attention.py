@@ -1,6 +1,6 @@
-"""Attention of new tokens to all that a cache of latents knows of their request.
+"""Attention of new tokens to all latents of their request in the cache.
 
-Shape suffixes as in ``models.attention``, and L = C + R, the numbers of a cached position.
+Shape suffixes as in ``models.attention``, and L = C + R, the width of a cached position.
 """
 
 import functools
@@ -21,10 +21,11 @@ from models.lazy import Lazy
 
 
 def absorbing_is_cheaper(config: Config, num_tokens: int) -> bool:
-    """Whether so many new tokens of a row had better meet the latents as they are.
+    """Whether the absorbed form of attention costs less than the other for ``num_tokens`` new tokens of a row.
 
-    Multiplications of a head for each cached position: absorbed, scores and values are as wide as the latents; else
-    they are as wide as heads, but every position's keys and values are made of its latents first.
+    The cost is a head's multiplications for each cached position. In the absorbed form scores and values are
+    as wide as the latents; in the other they are as wide as heads, but each position's keys and values are
+    made of its latents first.
     """
     nope, rot, value = config.qk_nope_dim, config.qk_rope_dim, config.v_head_dim
     absorbed = num_tokens * (2 * config.kv_lora_rank + rot)
@@ -32,7 +33,8 @@ def absorbing_is_cheaper(config: Config, num_tokens: int) -> bool:
 
 
 Before = tuple[Rows, Array]
-"""Other rows, whose tokens come before, and a layer's latents of them, [B, S, L]; see ``cached_attention``."""
+"""Other rows, whose tokens come before, and one layer's latents of them, [B, S, L]; see
+``cached_attention``."""
 
 
 def cached_attention(
@@ -47,26 +49,29 @@ def cached_attention(
     fresh: bool = False,
     kernel: bool = False,
 ) -> tuple[Array, Array]:
-    """Attend from each new token to itself and all before it.
+    """Attend from each new token to itself and all tokens before it.
 
-    Absorbed (DeepSeek-V2, section 2.1.2), the matrix that makes keys of latents goes to the queries, and that of the
-    values to what was attended to: neither keys nor values are ever made.
+    In the absorbed form (DeepSeek-V2, section 2.1.2) the matrix that makes keys of latents is applied to the
+    queries, and the matrix that makes values is applied to the result of attention: neither keys nor values
+    are ever computed.
 
     Args:
       attention: the layer, whose ``kv_b_proj`` is ``ByHeads``.
-      x_BSD: activations of the rows' tokens.
+      x_BSD: the activations of the rows' tokens.
       cache: see ``init_cache``.
-      layer: its place there.
-      rows: the tokens.
-      before: as many rows that are not in the cache yet. Where both rows of a place have the same table, these tokens
-        come before those.
-      absorbed: which of the two forms; None for the cheaper one. They are equal up to rounding.
-      fresh: promises that all rows start at 0: then the cache is not read, and without ``before`` attention is the
-        layer's own, which may be a kernel.
-      kernel: for a Hopper GPU: where ``paged`` takes the shapes, absorbed attention without ``before`` is its kernel.
+      layer: the index of the layer in the cache.
+      rows: the new tokens.
+      before: as many other rows, which are not in the cache yet. Where row b of both has the same table, the
+        tokens of ``before`` come before those of ``rows``.
+      absorbed: whether to use the absorbed form; None for the cheaper form. The forms are equal up to
+        rounding.
+      fresh: promises that all rows start at 0: then the cache is not read, and attention that is not absorbed
+        and has no ``before`` is the layer's own, which may be a kernel.
+      kernel: whether the kernel of ``paged`` may compute absorbed attention that is not fresh and has no
+        ``before``; it does so on a Hopper GPU where it takes the shapes.
 
     Returns:
-      x's like, and the new tokens' latents, [B, S, L].
+      An array like ``x_BSD``, and the new tokens' latents, [B, S, L].
     """
     config = attention.config
     B, S = x_BSD.shape[:2]
@@ -96,9 +101,9 @@ def cached_attention(
 
 
 class Weights(NamedTuple):
-    """``kv_b_proj``, a matrix for each head: between queries and latents, [H, N, C], and of values, [H, C, V].
+    """``kv_b_proj`` as a matrix for each head: between queries and latents, [H, N, C], and for values, [H, C, V].
 
-    So absorbed attention reads them, at every step, without turning them over.
+    In this layout absorbed attention reads them in every step without transposing them.
     """
 
     queries: Array
@@ -114,12 +119,12 @@ class ByHeads(nnx.Module):
         self.values = nnx.Param(jnp.zeros((H, C, config.v_head_dim), config.compute_dtype))
 
     def in_dtype(self, dtype: Any) -> Weights:
-        """Its matrices."""
+        """Its matrices, cast to ``dtype``."""
         return Weights(self.queries[...].astype(dtype), self.values[...].astype(dtype))
 
 
 def by_heads(config: Config, kernel_CHX: Array | Lazy) -> dict[str, Array | Lazy]:
-    """The parameters of ``ByHeads``, from the kernel of ``kv_b_proj``; lazy of a lazy one."""
+    """The parameters of ``ByHeads``, from the kernel of ``kv_b_proj``; lazy if the kernel is lazy."""
     nope = config.qk_nope_dim
     parts = {
         "queries": lambda kernel: kernel[..., :nope].transpose(1, 2, 0),
@@ -131,7 +136,7 @@ def by_heads(config: Config, kernel_CHX: Array | Lazy) -> dict[str, Array | Lazy
 
 
 class _Heard(NamedTuple):
-    """Latents that may be attended to, [B, K, L], and which of them by whom, bool [B or 1, S or 1, K]."""
+    """Latents to attend to, [B, K, L], and whether a new token attends to each of them, bool [B or 1, S or 1, K]."""
 
     latents: Array
     by: Array
@@ -154,7 +159,7 @@ def _heard(
         places = np.arange(S)
         return [_Heard(new_BSL, jnp.asarray(places <= places[:, None])[None]), *aside]
     cached_BKL, cached_BK = read(cache, layer, rows.tables, cached_B)
-    # The new ones stand among the cached ones, so that there is one softmax over one array.
+    # The new latents are inserted among the cached ones, so that there is one softmax over one array.
     index_BK = jnp.arange(cached_BKL.shape[1], dtype=jnp.int32) - jnp.asarray(rows.starts)[:, None]
     after_BSK = index_BK[:, None] - jnp.arange(S, dtype=jnp.int32)[:, None]
     by_BSK = cached_BK[:, None] | ((index_BK >= 0)[:, None] & (after_BSK <= 0))
@@ -162,7 +167,7 @@ def _heard(
 
 
 def _insert(cached_BKL: Array, new_BSL: Array, index_BK: Array) -> Array:
-    """Put new latents, of which ``index_BK`` stands in each place, among others."""
+    """Insert new latents among cached ones; ``index_BK`` says which of the new ones each position gets, if any."""
     num_new = new_BSL.shape[1]
     if num_new > 1:
         index_BK1 = jnp.clip(index_BK, 0, num_new - 1)[..., None]
@@ -173,7 +178,7 @@ def _insert(cached_BKL: Array, new_BSL: Array, index_BK: Array) -> Array:
 def _by_kernel(
     config: Config, q_BSHX: Array, cache: Array, layer: int, rows: Rows, new_BSL: Array, weights: Weights
 ) -> Array:
-    """``_absorbed`` by ``paged``, which takes queries heads first, as products of a matrix for each head make them."""
+    """``_absorbed`` by the kernel of ``paged``, which takes queries heads first, the layout of a product by heads."""
     B, S, H, X = q_BSHX.shape
     q_HTX = q_BSHX.reshape(B * S, H, X).swapaxes(0, 1)
     nope, tables_BM, starts_B = config.qk_nope_dim, jnp.asarray(rows.tables), jnp.asarray(rows.starts)
@@ -187,7 +192,7 @@ def _absorbed(config: Config, q_BSHX: Array, heard: Sequence[_Heard], weights: W
     nope, C = config.qk_nope_dim, config.kv_lora_rank
     q_BSHC = jnp.einsum("bshn,hnc->bshc", q_BSHX[..., :nope], weights.queries)
     q_BSHL = jnp.concatenate([q_BSHC, q_BSHX[..., nope:]], axis=-1)
-    # Heads last but one, as products leave them.
+    # Heads are the last dim but one, as the product by heads makes them.
     scores = [
         jnp.einsum("bshl,bkl->bshk", q_BSHL, part.latents, preferred_element_type=jnp.float32)
         for part in heard
@@ -217,7 +222,7 @@ def _keys_and_values(config: Config, latents_BKL: Array, weights: Weights) -> tu
 
 
 def _probs(config: Config, scores: Sequence[Array], heard: Sequence[_Heard], heads: int) -> list[Array]:
-    """One softmax over the scores of all parts, which are never put together; ``heads`` is the place of their dim."""
+    """One softmax over the scores of all parts, which are never concatenated; ``heads`` is the dim of heads in them."""
     scale = softmax_scale(config)
     masked = [
         jnp.where(jnp.expand_dims(part.by, heads), score * scale, -jnp.inf)

@@ -1,7 +1,8 @@
-"""Who has which blocks of the cache, and which of them hold a beginning that another request has in common.
+"""Which blocks of the cache have owners, and which hold the latents of a beginning that other requests may share.
 
-A block is known by a key of all tokens up to its end, so equal keys mean equal latents. Whoever begins alike shares
-such blocks, which nobody writes any more; given back by all, they stay known until their room is needed.
+A block is known by a key of all tokens up to its end, so equal keys mean equal latents. Requests with the
+same beginning share such blocks, which are not written any more. When all owners have given a block back, it
+stays known until its room is needed.
 """
 
 import hashlib
@@ -13,10 +14,10 @@ import numpy as np
 
 
 def keys_of(tokens: Sequence[int] | np.ndarray, block_size: int, ahead: int = 0) -> list[bytes]:
-    """Return the key of each whole block of a text, every one of them a digest of all tokens before its end.
+    """Return the key of each whole block of a text, a digest of all tokens before the block's end.
 
-    So many tokens ``ahead`` of a block have their part in what it holds: 1 for latents of a module of multi-token
-    prediction. Blocks without them are not whole.
+    ``ahead`` is the number of tokens after a block that its latents also depend on: 1 for latents of a module
+    of multi-token prediction. The digest includes them, and a block is whole only if the text has them.
     """
     numbers, keys, key = np.asarray(tokens, np.int32), [], b""
     for end in range(block_size, len(numbers) + 1 - ahead, block_size):
@@ -26,15 +27,16 @@ def keys_of(tokens: Sequence[int] | np.ndarray, block_size: int, ahead: int = 0)
 
 
 class Blocks:
-    """Which blocks are free, and what those hold that may be of use to others.
+    """Which blocks are free, and which known beginnings blocks hold.
 
-    Devices have equal parts of them, in order, and a request's all lie on one: nobody knows what another part holds.
+    Devices have equal parts of the blocks, in order. All blocks of a request are in one part, and what other
+    parts hold is of no use to it.
     """
 
     def __init__(self, num_blocks: int, num_parts: int = 1):
         self.part_size = num_blocks // num_parts
         parts = range(num_parts)
-        # Of each part, the first is the next to be taken.
+        # The free blocks of each part; the first one is taken next.
         self._free = [
             OrderedDict.fromkeys(range(p * self.part_size, (p + 1) * self.part_size)) for p in parts
         ]
@@ -43,22 +45,22 @@ class Blocks:
         self._holders: list[dict[bytes, int]] = [{} for _ in parts]
 
     def __len__(self) -> int:
-        """Blocks that nobody has."""
+        """The number of blocks without an owner."""
         return sum(map(len, self._free))
 
     def num_known(self, keys: Sequence[bytes], part: int) -> int:
-        """How many of the keys' contents, from the front, a part holds."""
+        """The number of keys, from the front, whose blocks a part holds."""
         return len(self._filled(keys, part))
 
     def num_free(self, part: int) -> int:
-        """Blocks of a part that nobody has."""
+        """The number of blocks of a part without an owner."""
         return len(self._free[part])
 
     def take(self, number: int, keys: Sequence[bytes] = (), part: int = 0) -> tuple[list[int], int] | None:
-        """Take so many, at the front those that hold the keys' contents, as far as there are.
+        """Take ``number`` blocks of a part: first those of ``keys``, as far as the part holds them, then free ones.
 
         Returns:
-          The blocks, and how many at the front are filled; None, and nothing taken, if there are too few.
+          The blocks, and how many at the front are filled; None if too few are free, and then none is taken.
         """
         filled, free = self._filled(keys, part), self._free[part]
         num_new = number - len(filled)
@@ -74,14 +76,16 @@ class Blocks:
         return filled + new, len(filled)
 
     def remember(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
-        """Let blocks that are filled be found by their keys."""
+        """Record the keys of filled blocks, so that other requests find them."""
         for block, key in zip(blocks, keys, strict=False):
             holders = self._holders[block // self.part_size]
             if block not in self._keys and key not in holders:
                 self._keys[block], holders[key] = key, block
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Let others have them: first those that hold nothing known, then ends before beginnings."""
+        """Give up ownership of blocks. Of free blocks, those that hold nothing known are taken first, then
+        the known ones in the order in which they were given back, where the end of a text comes before its
+        beginning."""
         for block in reversed(blocks):
             self._num_owners[block] -= 1
             if not self._num_owners[block]:

@@ -1,8 +1,8 @@
 """The cache of latents, in blocks of positions that requests take and give back.
 
-A token leaves ``kv_lora_rank + qk_rope_dim`` numbers a layer, whatever the number of heads: its compressed keys and
-values, normalised, and the rotated key that heads share. A request's positions lie in blocks that need not be
-neighbours; its table says which (Kwon et al. 2023, "PagedAttention").
+For each token a layer keeps ``kv_lora_rank + qk_rope_dim`` numbers, whatever the number of heads: the
+compressed keys and values, normalised, and the rotated key that heads share. A request's positions lie in
+blocks that need not be neighbours; its table lists them (Kwon et al. 2023, "PagedAttention").
 
 Shape suffixes: B rows, S new tokens of a row, K positions of a row's table, P blocks, M blocks of a table, X numbers
 of a position.
@@ -22,13 +22,13 @@ from models.config import Config
 
 
 class Rows(NamedTuple):
-    """New tokens, each row of one request. Tokens of one request stand in one row.
+    """New tokens; each row is of one request, and all tokens of a request are in one row.
 
     Attributes:
       tokens: int32 [B, S]; what lies beyond a row's length is ignored.
       starts: int32 [B], the position of a row's first token.
       lengths: int32 [B], how many tokens a row has; 0 where there is no request.
-      tables: int32 [B, M], the blocks of a row's positions, in order; any block where it has none.
+      tables: int32 [B, M], the blocks of a row's positions, in order; arbitrary blocks beyond those.
     """
 
     tokens: Array | np.ndarray
@@ -51,7 +51,8 @@ class Rows(NamedTuple):
 def init_cache(config: Config, num_blocks: int, block_size: int) -> Array:
     """Return an empty cache, [layers, P, block_size, X] in the compute dtype.
 
-    Modules of multi-token prediction are layers behind the model's.
+    The layers of modules of multi-token prediction come after the model's. Raises a ValueError if a size is
+    below 1.
     """
     if num_blocks < 1 or block_size < 1:
         raise ValueError(
@@ -63,22 +64,23 @@ def init_cache(config: Config, num_blocks: int, block_size: int) -> Array:
 
 
 def write(cache: Array, rows: Rows, latents: Sequence[Array]) -> Array:
-    """Return the cache with the rows' tokens.
+    """Return the cache with the latents of the rows' tokens.
 
     Args:
       cache: see ``init_cache``.
       rows: the tokens.
-      latents: [B, S, X] of each of the first layers.
+      latents: an array [B, S, X] for each of the first layers.
     """
     L, P, size, X = cache.shape
     positions_BS = rows.positions
     column_BS = jnp.minimum(positions_BS // size, rows.tables.shape[1] - 1)
     block_BS = jnp.take_along_axis(jnp.asarray(rows.tables), column_BS, axis=1)
-    # Counted over all layers' blocks: as two indices the cache would be turned around and copied.
+    # One index over the blocks of all layers: with two indices XLA would transpose the cache and copy it.
     layer_L = jnp.arange(len(latents), dtype=jnp.int32)[:, None, None]
     place_LBS = (layer_L * P + block_BS) * size + positions_BS % size
     new_NX = jnp.stack(latents).reshape(-1, X)
-    # Each has a place of its own, those that are dropped too: so writes need not wait for each other.
+    # Each token has a place of its own, also those that are dropped, so that writes need not wait for each
+    # other.
     nowhere_N = L * P * size + jnp.arange(len(new_NX), dtype=jnp.int32)
     live_LBS = jnp.broadcast_to(rows.live, place_LBS.shape)
     place_N = jnp.where(live_LBS.reshape(-1), place_LBS.reshape(-1), nowhere_N)
@@ -87,10 +89,10 @@ def write(cache: Array, rows: Rows, latents: Sequence[Array]) -> Array:
 
 
 def read(cache: Array, layer: int, tables: Array | np.ndarray, until_B: Array) -> tuple[Array, Array]:
-    """Return one layer's latents of every position that tables have room for, and which are before ``until_B``.
+    """Return one layer's latents of every position that tables have room for, and whether it is before ``until_B``.
 
-    A block keeps what its last owner left, NaN perhaps, and a probability of 0 times that is no number: what is not
-    before it reads as zeros.
+    A block keeps what its last owner left, perhaps NaN, and a probability of 0 times NaN is NaN: so all
+    positions that are not before ``until_B`` read as zeros.
 
     Returns:
       [B, K, X] and bool [B, K].
@@ -104,7 +106,7 @@ def read(cache: Array, layer: int, tables: Array | np.ndarray, until_B: Array) -
 
 @functools.cache
 def put_block(sharding: Any) -> Callable[[Array, int, np.ndarray], Array]:
-    """A function that writes a block into a cache of this sharding, in place."""
+    """Return ``(cache, block, new) -> cache``, which writes a block into a cache of this sharding, in place."""
     put = functools.partial(lax.dynamic_update_index_in_dim, axis=1)
     return jax.jit(lambda cache, block, new: put(cache, new, block), donate_argnums=0, out_shardings=sharding)
 

@@ -1,9 +1,10 @@
 """Continuous batching: requests join and leave between steps, and nothing is compiled again.
 
-A step is begun before what the last one came to is read: devices know it themselves, see ``models.decode.running``, and
-never wait for the host. A program is compiled when a text first gets as long as it is for: ``Limits.table_sizes``, or
-all by ``Engine.compile``. What a device computes is in ``models.decode.steps``, what it is given in
-``models.decode.given``, who sits where in ``models.decode.seats``; here is what a step does.
+A step is started before the results of the last one are read: devices keep these results, see
+``models.decode.running``, and never wait for the host. A program is compiled when a text first reaches the
+length that it is for (``Limits.table_sizes``), or ``Engine.compile`` compiles all of them.
+``models.decode.steps`` has what a device computes, ``models.decode.given`` its inputs,
+``models.decode.seats`` the requests' slots; this module has the steps of the host.
 """
 
 import itertools
@@ -39,22 +40,23 @@ class Engine:
 
     Args:
       model: see ``models.decode.decoder``.
-      params: of one stage, as ``models.weights.load`` reads them, or ``open_lazily`` opens them: then each device
-        reads its own part alone, once all else has been checked.
-      limits: sizes, of all devices together.
+      params: the params of a one-stage pipeline, as ``models.weights.load`` reads them, or as ``open_lazily``
+        opens them: then each device reads only its own part, after everything else has been checked.
+      limits: the sizes, of all devices together.
       drafts: whether the first module of multi-token prediction guesses a token ahead. The text is the same.
-      prefixes: a folder where beginnings are kept for other engines.
-      mesh: with the axis "ep", over whose devices requests and experts are shared out; the model's ``dispatch`` is then
-        over that axis. None for one device.
+      prefixes: a folder in which the latents of texts' beginnings are kept for other engines.
+      mesh: a mesh with the axis "ep", over whose devices requests and experts are shared out; the model's
+        ``dispatch`` must then be over that axis. None for one device.
       placement: int [R, devices, slots], the expert in each slot of each device, for every layer with experts, then
         for modules of multi-token prediction: ``Placement.experts`` of ``dualpipe_jax.balance``. None shares them out
         in order.
-      microbatches: 2 for steps in two halves, each computed while the other's tokens travel to experts and back: worth
-        it where they take long to. Texts are the same.
+      microbatches: 2 runs a step in two halves, each computed while the other's tokens travel to experts and
+        back, which pays where that takes long. Texts are the same.
 
     Raises:
-      ValueError: drafts are asked of a model without such a module; model, limits, placement and mesh do not fit
-        together; the folder may not hold 16 blocks, or the mesh is of several processes and a folder is given.
+      ValueError: drafts are asked for, and the model has no such module; model, limits, placement and mesh do
+        not fit together; the folder's limit is less than 16 blocks; or a folder is given with a mesh of
+        several processes.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class Engine:
             )
         self.config, self.limits, self._drafts = model.config, limits, drafts
         self._num_steps = limits.num_steps or (STEPS_ON_GPU if model.platform == "gpu" else 1)
-        # By whether they tell how likely tokens are.
+        # The key says whether the programs return scores.
         self._programs = {
             scores: programs(model, drafts, mesh, microbatches, scores, self._num_steps)
             for scores in (False, True)
@@ -95,7 +97,7 @@ class Engine:
                 f"Engine: {self._own_limits.max_requests} requests of a device are not two equal halves; give an even "
                 f"multiple of {self._num_devices} as max_requests"
             )
-        # Rows of a device that take in prompts at once, and how often in a step.
+        # The rows of a device in one prefill, and the number of prefills in a step.
         chunks = max(1, limits.max_prefill // limits.chunk_size)
         self._num_rows = 1 if microbatches == 1 else 2 * max(1, chunks // 2)
         self._num_prefills = max(1, chunks // self._num_rows)
@@ -112,19 +114,21 @@ class Engine:
         block = (self._cache.shape[0], *self._cache.shape[2:]), self._cache.dtype
         if prefixes is not None:
             prefixes.check_room(*block)
-        # All that could be wrong has been looked at: this takes long.
+        # Everything that could be wrong has been checked by now, because reading the weights takes long.
         if mesh is None:
             self._weights = read_all(
                 lambda leaf: jnp.asarray(np.asarray(leaf)).block_until_ready(), model.prepare(params)
             )
-            # Where they lie: one on a device for good and one that is not make two programs of the first two steps.
+            # Commit both to the weights' device: the first step's results are committed, so uncommitted
+            # arrays at the start would compile each program twice.
             here = jax.tree.leaves(self._weights)[0].sharding
             self._cache, self._running = jax.device_put((self._cache, self._running), here)
         else:
             lazy = model.prepare(lazily(params))
             self._weights = experts.place(lazy, self._held, self.config.num_experts, mesh, near=self._near)
         self._seats = Seats(limits, self._num_devices, num_halves=microbatches, ahead=int(drafts))
-        # Of steps that were begun: what is to be done when they are over, and what they counted.
+        # Of the steps that were started: calls that read their results, and how many tokens chose each
+        # expert.
         self._unread: list[Callable[[], None]] = []
         self._uncounted: list[Array] = []
         self._sent = Sent(here if mesh is None else NamedSharding(mesh, ROWS))
@@ -145,12 +149,12 @@ class Engine:
 
     @property
     def num_running(self) -> int:
-        """Requests that have a slot; others wait for one."""
+        """The number of requests that have a slot; others wait for one."""
         return sum(request is not None for request in self._seats.slots)
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks of the cache that requests have; others are free, though what they hold may be known."""
+        """The number of blocks of the cache that requests own; the others are free, but may hold known beginnings."""
         return self.limits.total_blocks - len(self._seats.blocks)
 
     def add(
@@ -160,21 +164,22 @@ class Engine:
         on_token: Callable[[int], None] | None = None,
         on_score: Callable[[Score], None] | None = None,
     ) -> int:
-        """Let a request in, or let it wait until there is room.
+        """Add a request, which waits until a step has room for it.
 
         Args:
-          prompt: its tokens.
-          params: how it goes on.
-          on_token: called with each token as soon as it is there, but not with one that stops it. If it raises, that
-            ends the request.
-          on_score: called with how likely each token is, if ``params`` ask for it, before ``on_token`` is with the
-            same; first of all with the prompt's.
+          prompt: the tokens of the prompt, integers [S].
+          params: how its text is generated.
+          on_token: a function that is called with each token as soon as it is known, but not with a token
+            that stops the text. If it raises, the request ends.
+          on_score: a function that is called with the score of each token, if ``params`` ask for scores,
+            before ``on_token`` is called with that token. The scores of the prompt's tokens, if asked for,
+            come first.
 
         Returns:
           The request's number.
 
         Raises:
-          RequestError: it can never be served; says why.
+          RequestError: the request can never be served; the message says why.
         """
         tokens = np.asarray(prompt)
         check_request(tokens, params, self._own_limits, self.config.vocab)
@@ -183,18 +188,18 @@ class Engine:
         return request.id
 
     def cancel(self, number: int) -> None:
-        """End a request, whose completion the next step returns; one that has ended is left alone."""
+        """End a request; the next step returns its completion. A request that has ended is left alone."""
         for request in (*self._seats.waiting, *self._seats.slots):
             if request is not None and request.id == number:
                 self._end(request, "cancelled")
 
     def step(self) -> list[Completion]:
-        """Let in who fits, begin to take in chunks of prompts and to give each request that decodes its next token.
+        """Admit requests that fit, start prefills of prompts, and start decode steps of all requests that decode.
 
-        Then hear what the step before came to.
+        Then read the results of what the step before started.
 
         Returns:
-          The requests that ended.
+          The completions of the requests that ended.
         """
         unread, self._unread = self._unread, []
         uncounted, self._uncounted = self._uncounted, []
@@ -213,9 +218,9 @@ class Engine:
         return ended
 
     def compile(self) -> None:
-        """Compile now what steps would compile when a text gets so long: all programs, for all lengths of tables.
+        """Compile now what steps would compile later, when texts get longer: all programs, for all sizes of tables.
 
-        Those that tell scores are compiled when a request first asks for them.
+        Programs that return scores are compiled when a request first asks for scores.
         """
         for size in self.limits.table_sizes:
             num_positions = size * self.limits.block_size
@@ -225,7 +230,7 @@ class Engine:
                 self._go_on(num_positions, draws)
 
     def run(self) -> list[Completion]:
-        """Step until nothing is left to do; completions by number."""
+        """Step until nothing is left to do; return all completions in the order of their numbers."""
         ended = []
         while self.busy:
             ended += self.step()
@@ -235,22 +240,25 @@ class Engine:
     def counts(self) -> np.ndarray:
         """How many tokens chose each expert of each layer so far, int64 [R, E]: loads for ``dualpipe_jax.balance``.
 
-        Modules of multi-token prediction stand behind the layers, zeros without drafts.
+        R counts the layers with experts, then the modules of multi-token prediction, which are zeros without
+        drafts.
         """
         self._count(self._uncounted)
         self._uncounted = []
         return self._totals.copy()
 
     def rebalance(self, placement: ArrayLike) -> None:
-        """Bring experts elsewhere, between two steps. Texts are the same, and serving is not compiled again.
+        """Move experts to other slots, between two steps. Texts are the same, and serving is not compiled again.
 
-        What moves them is, for each power of two of experts that one device sends another.
+        The program that moves them is compiled for each power of two of experts that one device sends to
+        another.
 
         Args:
-          placement: as the engine was given one, of as many slots.
+          placement: the new placement, in the form of the engine's argument, with as many slots as the old
+            one.
 
         Raises:
-          ValueError: it does not fit, or there is no mesh.
+          ValueError: the placement does not fit, or the engine has no mesh.
         """
         if self._mesh is None:
             raise ValueError("Engine: on one device there is nowhere to bring experts; give a mesh")
@@ -266,7 +274,7 @@ class Engine:
         self._held = held
 
     def _next_pieces(self, device: int) -> list[tuple[Request, Piece] | None]:
-        """What a device takes in next, by rows."""
+        """The pieces of prompts that a device takes in next, one for each row."""
         begun = (r for r in self._seats.slots_of(device) if r and r.num_cached < len(r.prompt))
         oldest = sorted(begun, key=lambda request: request.id)
         prompts = [(r.num_cached, len(r.prompt) - r.num_cached) for r in oldest]
@@ -279,7 +287,7 @@ class Engine:
         return [None if piece is None else (oldest[piece.number], piece) for piece in pieces]
 
     def _recall(self, blocks: Sequence[int], filled: int, keys: Sequence[bytes]) -> int:
-        """Fill what can be from the folder; how many blocks at the front are filled then."""
+        """Fill blocks from the folder as far as it has them; return how many blocks at the front are then filled."""
         for block, key in zip(blocks[filled : len(keys)], keys[filled:], strict=True):
             found = self._kept.read(key) if self._kept else None
             if found is None:
@@ -306,7 +314,7 @@ class Engine:
         requests, starts, lengths = chunks.requests, chunks.starts, chunks.lengths
         tables = self._seats.tables(requests, max(num_positions, int(np.max(starts + lengths))))
         programs = self._programs[chunks.are_scored]
-        if fresh is None:  # prompts that all begin: attention's own kernel reads no cache
+        if fresh is None:  # all pieces begin their prompts: the layer's own attention reads no cache
             fresh = self._has_kernel and not starts.any()
         (out, self._running), counts, self._cache = (programs.prefill_fresh if fresh else programs.prefill)(
             self._weights,
@@ -321,7 +329,7 @@ class Engine:
         )
         self._uncounted.append(counts)
         for row, request in enumerate(requests):
-            if request is not None:  # of two halves the second is later
+            if request is not None:  # of a prompt in both halves, the row of the second half comes later
                 request.num_cached = int(starts[row] + lengths[row])
                 request.num_unread += int(chunks.ends[row])
 
@@ -361,7 +369,7 @@ class Engine:
             request.num_unread += self._num_steps
 
         def hear() -> None:
-            found = jax.device_get(out._replace(drafts=None))  # which devices alone need
+            found = jax.device_get(out._replace(drafts=None))  # only devices need the drafts
             for step in range(self._num_steps):
                 self._hear_step(requests, of_step(found, step))
 
@@ -379,7 +387,7 @@ class Engine:
     def _receive(
         self, request: Request, row: int, tokens: np.ndarray, found: Prefilled | Decoded, start: int
     ) -> None:
-        """Tokens that a row of a step came to, whose scores stand from ``start`` on."""
+        """Take the tokens that a step returned for a row; their scores stand from index ``start`` on."""
         if request.ended:
             return
         request.num_unread -= 1
@@ -422,7 +430,7 @@ class Engine:
             return
         try:
             callback(what)
-        except Exception as error:  # theirs, and nobody else's trouble
+        except Exception as error:  # an error of the caller's function must not harm other requests
             name = "on_token" if callback is request.on_token else "on_score"
             self._end(request, "error", f"{name} raised {error!r}")
 

@@ -1,8 +1,8 @@
-"""Weights where they belong, read part by part: on a mesh experts in any slots of its devices, all else on every one;
-and how experts move.
+"""Place weights on a mesh, read part by part: experts in any slots of its devices, all else on every device;
+and move experts to other slots.
 
-Shape suffixes: R layers with experts, modules of multi-token prediction behind them; E experts, N devices, S slots of
-a device, X copies an expert can have at most.
+Shape suffixes: R layers with experts and after them modules of multi-token prediction, E experts, N devices,
+S slots of a device, X copies that an expert can have at most.
 """
 
 import functools
@@ -25,7 +25,10 @@ OVER_EP = PartitionSpec(EP)
 
 
 def in_order(config: Config, num_devices: int) -> np.ndarray:
-    """Each layer's experts shared out in order, int32 [R, N, S]; a ValueError if they do not divide."""
+    """The placement that shares each layer's experts out in order, int32 [R, N, S].
+
+    Raises a ValueError if the devices do not divide the experts.
+    """
     if config.num_experts % num_devices:
         raise ValueError(
             f"Engine: {config.num_experts} experts do not divide over {num_devices} devices; give a placement with "
@@ -36,7 +39,7 @@ def in_order(config: Config, num_devices: int) -> np.ndarray:
 
 
 def check_held(config: Config, num_devices: int, held: ArrayLike) -> np.ndarray:
-    """Return a placement as int32 [R, N, S]; a ValueError if it is one of other layers or devices."""
+    """Return a placement as int32 [R, N, S]. Raises a ValueError if its numbers of layers or devices are not these."""
     held_RNS = np.asarray(held)
     wanted = _num_rows(config), num_devices
     if held_RNS.ndim != 3 or held_RNS.shape[:2] != wanted:
@@ -48,7 +51,7 @@ def check_held(config: Config, num_devices: int, held: ArrayLike) -> np.ndarray:
 
 
 def weight_specs(weights: Tree) -> Tree:
-    """How each of a decoder's weights lies on a mesh."""
+    """The ``PartitionSpec`` of each of a decoder's weights on a mesh."""
 
     def spec(path: Any, leaf: Any) -> PartitionSpec:
         del leaf
@@ -58,11 +61,11 @@ def weight_specs(weights: Tree) -> Tree:
 
 
 def place(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, near: bool) -> Tree:
-    """Return lazy weights, as ``prepare`` made them, on a mesh, every device with the experts of its slots.
+    """Read lazy weights, as ``prepare`` made them, onto a mesh; every device gets the experts of its slots.
 
-    A process reads what its devices hold, and they hold nothing else meanwhile.
+    A process reads only what its devices hold, and they hold nothing else meanwhile.
     """
-    # Before anything is read: it refuses what lacks an expert.
+    # Before anything is read, because it refuses a placement that lacks an expert.
     copies = share_copies(held_RNS, num_experts, near=near)
 
     def put(leaf: Lazy, spec: PartitionSpec) -> Array:
@@ -71,14 +74,14 @@ def place(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, 
             return np.asarray(own)
 
         made = jax.make_array_from_callback(leaf.shape, NamedSharding(mesh, spec), part)
-        return made.block_until_ready()  # or the host would hold what waits to be sent
+        return made.block_until_ready()  # otherwise the host would hold all parts that wait to be sent
 
     lazy = _map_experts(lambda leaf, held_P: leaf.take(held_P), weights, held_RNS.reshape(len(held_RNS), -1))
     return _with_copies(read_all(put, lazy, weight_specs(lazy)), copies, mesh)
 
 
 def in_order_again(weights: Tree, held_RNS: np.ndarray) -> Tree:
-    """Return placed weights with experts once and in order, as ``prepare`` made them; these are lazy."""
+    """Return placed weights as lazy weights, with each expert once and in order, as ``prepare`` made them."""
 
     def once(leaf: Array, held_P: np.ndarray) -> Lazy:
         _, first = np.unique(held_P, return_index=True)
@@ -90,7 +93,10 @@ def in_order_again(weights: Tree, held_RNS: np.ndarray) -> Tree:
 
 
 def with_copies(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, near: bool) -> Tree:
-    """Return placed weights that say for each device where its tokens find an expert's copies, int32 [N, E, X]."""
+    """Return placed weights with a table "copies" in each layer, int32 [N, E, X].
+
+    For each device, it says where the device's tokens find the copies of an expert.
+    """
     return _with_copies(weights, share_copies(held_RNS, num_experts, near=near), mesh)
 
 
@@ -99,7 +105,7 @@ def _with_copies(weights: Tree, copies: Iterable[np.ndarray], mesh: Mesh) -> Tre
 
 
 def moved(weights: Tree, before_RNS: np.ndarray, after_RNS: np.ndarray, num_experts: int, mesh: Mesh) -> Tree:
-    """Return weights with experts brought to another placement, in the same memory; copies are as they were."""
+    """Return weights with experts moved to another placement, in the same memory; tables of copies do not change."""
     moves = plan_moves(before_RNS, after_RNS, num_experts)
     return _mover(mesh)(weights, moves.send, moves.take)
 
@@ -107,7 +113,7 @@ def moved(weights: Tree, before_RNS: np.ndarray, after_RNS: np.ndarray, num_expe
 @functools.cache
 def _mover(mesh: Mesh) -> Any:
     def on_device(weights: Tree, send_RNNW: Array, take_RNS: Array) -> Tree:
-        # The second dim of both is this device's own part, 1.
+        # Dim 1 of both is this device's own part, of size 1.
         return _map_experts(
             lambda leaf, send_NW, take_S: move_experts(leaf, send_NW, take_S, EP),
             weights,
@@ -127,7 +133,7 @@ def _mover(mesh: Mesh) -> Any:
 
 
 def _spread(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> Array:
-    """An array that every process has, on the devices of all."""
+    """Put an array that every process has onto the devices of all processes."""
     lie = NamedSharding(mesh, spec)
     if not mesh.is_multi_process:
         return jax.device_put(leaf, lie)
@@ -139,7 +145,7 @@ def _num_rows(config: Config) -> int:
 
 
 def _map_routed(function: Callable[..., Tree], weights: Tree, *tables: Iterable[Any]) -> Tree:
-    """Apply ``function(layer, *rows)`` to each layer with experts, with its own row of each table."""
+    """Apply ``function(layer, *rows)`` to each layer with experts; ``rows`` are the layer's own row of each table."""
     rows = [*map(iter, tables)]
     return weights | {
         name: [own if own["bias"] is None else function(own, *map(next, rows)) for own in weights[name]]
@@ -148,7 +154,7 @@ def _map_routed(function: Callable[..., Tree], weights: Tree, *tables: Iterable[
 
 
 def _map_experts(function: Callable[..., Any], weights: Tree, *tables: Iterable[Any]) -> Tree:
-    """Apply ``function(leaf, *rows)`` to each leaf of experts, with its layer's row of each table."""
+    """Apply ``function(leaf, *rows)`` to each leaf of experts; ``rows`` are its layer's row of each table."""
 
     def layer(own: Tree, *rows: Any) -> Tree:
         return jax.tree_util.tree_map_with_path(

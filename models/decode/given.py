@@ -1,4 +1,4 @@
-"""What the host gives a step: which tokens of prompts its rows take in, where they sit, and how rows choose."""
+"""The inputs of a step that the host makes: the prompts' tokens that rows take in, their slots, and their sampling."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,15 +16,15 @@ from models.decode.seats import Request, Seats
 
 
 class Chunks(NamedTuple):
-    """Pieces of prompts, a row each.
+    """Pieces of prompts, one for each row.
 
     Attributes:
-      requests: whose they are; None for a row without.
+      requests: the request of each row; None for an empty row.
       tokens: int32 [B, S], zeros beyond a row's length.
       starts: int32 [B], the position of a row's first token.
       lengths: int32 [B], how many tokens a row has.
-      follow: int32 [B], the prompt's token behind the piece; -1 where it ends there.
-      ends: whether its prompt ends with a row.
+      follow: int32 [B], the prompt's token after the piece; -1 where the prompt ends with the piece.
+      ends: for each row whether its prompt ends with it.
     """
 
     requests: list[Request | None]
@@ -36,7 +36,7 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(cls, pieces: Sequence[tuple[Request, Piece] | None], size: int) -> "Chunks":
-        """The rows of the pieces, None among them, each ``size`` tokens wide."""
+        """Make rows of pieces, each ``size`` tokens wide; None makes an empty row."""
         tokens = np.zeros((len(pieces), size), np.int32)
         starts, lengths = np.zeros((2, len(pieces)), np.int32)
         follow = np.full(len(pieces), -1, np.int32)
@@ -53,11 +53,11 @@ class Chunks(NamedTuple):
 
     @property
     def are_scored(self) -> bool:
-        """Whether anyone asks how likely tokens are of which these rows tell."""
+        """Whether any request needs scores from these rows."""
         return any(is_scored(r, ends=ends) for r, ends in zip(self.requests, self.ends, strict=True))
 
     def begun(self, seats: Seats, size: int) -> Begun:
-        """Where requests sit whose prompts end here; a device has ``size`` slots."""
+        """The slots of the requests whose prompts end here; a device has ``size`` slots."""
         slots, rooms = np.full(len(self.requests), -1, np.int32), np.zeros(len(self.requests), np.int32)
         stops = no_stops(len(self.requests))
         for row, request in enumerate(self.requests):
@@ -70,14 +70,14 @@ class Chunks(NamedTuple):
 
 
 def is_scored(request: Request | None, *, ends: bool = True) -> bool:
-    """Whether a request wants scores of a step, in which its prompt ``ends``, or had."""
+    """Whether a request needs scores from a step; ``ends`` says that its prompt ends in that step, or ended before."""
     if request is None or request.params.likeliest is None:
         return False
     return ends or request.params.score_prompt
 
 
 def sampling(requests: Sequence[Request | None], draws: bool) -> Sampling | None:
-    """How rows choose; None if all take the likeliest token, unless a program that ``draws`` is to be compiled."""
+    """The rows' sampling; None if all take the likeliest token, unless ``draws`` asks for the program that samples."""
     params = [SamplingParams() if request is None else request.params for request in requests]
     if not draws and not any(p.temperature for p in params):
         return None
@@ -89,7 +89,7 @@ def sampling(requests: Sequence[Request | None], draws: bool) -> Sampling | None
 
 
 class Sent:
-    """What a step is given, where the devices have it: most stays as it is for many steps, and is not sent again."""
+    """The inputs of a step on the devices; they often stay the same for many steps, and are sent only when changed."""
 
     def __init__(self, sharding: Any):
         self._sharding = sharding

@@ -1,6 +1,7 @@
 """A step's work cut into two halves of equal cost, so that each computes while the other's tokens travel.
 
-A token costs what is the same for all, and its attention, which grows with its position.
+The cost of a token is a fixed part, the same for all tokens, and its attention, which grows with its
+position.
 """
 
 from collections.abc import Sequence
@@ -14,9 +15,9 @@ class Piece(NamedTuple):
     """Consecutive tokens of one prompt.
 
     Attributes:
-      number: of the prompt, in the order given.
+      number: the index of the prompt in the order given.
       start: the position of its first token.
-      length: how many.
+      length: the number of tokens.
     """
 
     number: int
@@ -24,32 +25,34 @@ class Piece(NamedTuple):
     length: int
 
     def cost(self, fixed: float) -> float:
-        """Positions attended to, and ``fixed`` more for each token."""
+        """The number of positions before each token, and ``fixed``, summed over the tokens."""
         return self.length * (fixed + self.start + (self.length - 1) / 2)
 
 
 Half = list[Piece | None]
-"""A piece of each row."""
+"""The piece of each row; None for a row without work."""
 
 
 def fixed_cost(config: Config) -> float:
-    """What a token costs beside attention, in positions attended to, by matmuls of a layer with experts."""
-    # Causal: on average half of the sequence.
+    """The cost of a token without attention, in positions attended to, by the matmuls of a layer with experts."""
+    # Causal attention reads half of the sequence on average: one position of two.
     free, far = (matmul_costs(config, length).moe for length in (0, 2))
     return free / (far - free)
 
 
 def halve(prompts: Sequence[tuple[int, int]], num_rows: int, size: int, fixed: float) -> tuple[Half, Half]:
-    """Share the next tokens of prompts out over two halves; one after the other, the second may hear the first.
+    """Share the next tokens of prompts out over two halves, of which the second may attend to the first's tokens.
 
-    As many as fit are taken, first come, first served. Rows that are left over go to those with most to come: such a
-    prompt is cut, and has the same row in both halves, its later tokens in the second. Whole ones go where less is to
-    do, the costly first; then cuts are made where they level the two.
+    As many prompts as fit are taken, first come, first served. Rows that are left over go to the prompts with
+    most tokens left: such a prompt is cut, and has the same row in both halves, its later tokens in the
+    second. The other prompts are shared out first, the costly ones before the rest, each to the half that
+    costs less so far; then each cut is made where it levels the two halves best.
 
     Args:
-      prompts: of each the position from which on it is to be taken in, and how many tokens are left.
-      num_rows: of a half.
-      size: tokens of a row.
+      prompts: for each prompt the position of the next token to take in, and the number of tokens that are
+        left.
+      num_rows: the number of rows of one half.
+      size: the number of tokens of a row.
       fixed: see ``fixed_cost``.
 
     Returns:

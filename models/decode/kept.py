@@ -1,7 +1,8 @@
 """Blocks of latents kept on disk, so that another engine, or another process, need not compute a beginning again.
 
-A block is a file, named by the model and by the block's key, written whole or not at all; any number of processes may
-share a folder. What is read is checked: a file that is damaged, cut off or of something else is left aside.
+A block is a file, named by the model and by the block's key, written whole or not at all; any number of
+processes may share a folder. Files are checked when they are read: one that is damaged, cut off or of other
+content is ignored.
 """
 
 import contextlib
@@ -29,10 +30,10 @@ from models.lazy import on_host
 
 FORMAT = "latents of a block, 1"
 OURS = re.compile(r"[0-9a-f]{32}/[0-9a-f]{64}\.safetensors(\.[0-9a-f]{32}\.part)?")
-"""What may be deleted to make room."""
+"""The names of files that may be deleted to make room."""
 
 ABANDONED = 3600.0
-"""Seconds after which a file that somebody began is nobody's."""
+"""The seconds after which an unfinished file counts as abandoned, and may be deleted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,10 +41,11 @@ class PrefixFolder:
     """A folder in which blocks are kept.
 
     Attributes:
-      path: of the folder, which is made if it is not there; models may share it.
-      max_bytes: of all files in it together, give or take a sixteenth for each process that writes; those that nobody
-        used for longest are deleted first.
-      warn: told of files that will not do, and why no more are written.
+      path: the path of the folder, which is created if it is missing; several models may share it.
+      max_bytes: the most bytes of all files in it together, give or take a sixteenth for each process that
+        writes; the least recently used files are deleted first.
+      warn: a function that is called with a message about a file that cannot be used, or about why no more
+        are written.
 
     Raises:
       ValueError: ``max_bytes`` is not positive.
@@ -66,9 +68,9 @@ class PrefixFolder:
 
 
 def identity(config: Config, weights: Tree, *about: object) -> str:
-    """Return a digest of all that latents depend on beside the tokens: numbers, weights, and what else is given.
+    """Return a digest of all that latents depend on besides the tokens: config, weights, and the further arguments.
 
-    Leaves come to the host one by one.
+    The weights' leaves are copied to the host one by one.
     """
     digest = hashlib.sha256(repr((FORMAT, config, about)).encode())
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
@@ -78,26 +80,27 @@ def identity(config: Config, weights: Tree, *about: object) -> str:
 
 
 class KeptBlocks:
-    """Blocks of one model, see ``identity``, in a folder. Reads at once, writes in a thread of its own.
+    """The blocks of one model (see ``identity``) in a folder. Reads are synchronous; a thread of its own writes.
 
     Raises ValueError if the folder has no room for 16 blocks of latents of this shape and dtype.
     """
 
     MAX_PENDING = 256
-    """Blocks that wait to be written; further ones are not kept."""
+    """The largest number of blocks that wait to be written; further ones are not kept."""
 
     def __init__(self, folder: PrefixFolder, model: str, shape: tuple[int, ...], dtype: np.dtype):
         folder.check_room(shape, dtype)
         self._folder, self._model, self._shape, self._dtype = folder, model, shape, np.dtype(dtype)
         self._pending: set[bytes] = set()
-        self._bad: set[bytes] = set()  # to be written anew
+        self._bad: set[bytes] = set()  # keys of unusable files, to be written again
         self._lock = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "kept blocks")
-        self._num_new = folder.max_bytes  # bytes since the folder was looked through; never yet
+        # Bytes written since the folder was last scanned; so many at the start that the first write scans it.
+        self._num_new = folder.max_bytes
         self._told = False
 
     def wants(self, key: bytes) -> bool:
-        """Whether a block is not kept yet, and may be."""
+        """Whether to write a block: it is not kept yet, and not too many are waiting."""
         with self._lock:
             if key in self._pending or len(self._pending) >= self.MAX_PENDING:
                 return False
@@ -113,7 +116,7 @@ class KeptBlocks:
         self._writer.submit(lambda: None).result()
 
     def read(self, key: bytes) -> np.ndarray | None:
-        """Return a block; None if it is not there, or will not do."""
+        """Return a block; None if it is not there, or cannot be used."""
         file = self._file(key)
         try:
             with safe_open(file, "numpy") as opened:
@@ -128,7 +131,7 @@ class KeptBlocks:
             with self._lock:
                 self._bad.add(key)
             return None
-        with contextlib.suppress(OSError):  # deleted meanwhile, or a folder that may only be read
+        with contextlib.suppress(OSError):  # the file was deleted meanwhile, or the folder is read-only
             os.utime(file)
         return data.view(self._dtype).reshape(self._shape)
 

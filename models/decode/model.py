@@ -28,11 +28,12 @@ from models.vocabulary import look_up, project
 
 
 class Made(NamedTuple):
-    """What layers leave besides activations.
+    """What layers return besides activations.
 
     Attributes:
-      latents: of each layer [B, S, L], for ``cache.write``; L numbers of a cached position.
-      counts: of each layer with experts int32 [E], how many of the rows' tokens chose each.
+      latents: the new tokens' latents, an array [B, S, L] for each layer, for ``cache.write``; L is the width
+        of a cached position.
+      counts: an int32 array [E] for each layer with experts: how many of the rows' tokens chose each expert.
     """
 
     latents: tuple[Array, ...]
@@ -43,27 +44,31 @@ class Made(NamedTuple):
 
 
 Before = tuple[Rows, Sequence[Array]]
-"""Other rows that are not in the cache yet, and what each layer has of them; see ``cached_attention``."""
+"""Other rows that are not in the cache yet, and each layer's latents of them; see ``cached_attention``."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Decoder:
-    """What ``decoder`` returns; its functions are pure, for ``jax.jit``, and ``jax.shard_map`` with experts on an axis.
+    """A model for serving, made by ``decoder``.
+
+    Its functions are pure: for ``jax.jit``, and for ``jax.shard_map`` where experts are sharded over an axis.
 
     Attributes:
-      config: the model's numbers.
+      config: the model's configuration.
       dispatch: how tokens travel to experts.
-      platform: what it is for, "cpu", "gpu" or "tpu".
-      prepare: ``prepare(params) -> weights``, from params of one stage; matrices in the compute dtype, the router's
-        in float32, and ``kv_b_proj`` as ``Weights`` of ``models.decode.attention``. Of lazy params (``models.lazy``) it
-        makes lazy weights.
-      forward: ``forward(weights, cache, rows, before=None) -> (x [B, S, D], Made)``, what leaves the last layer. The
-        cache is read alone; ``write`` adds to it.
-      draft: ``draft(weights, cache, rows, x, before=None) -> (x, Made)``, through the first module of multi-token
-        prediction, a layer behind the model's. A row's tokens are those that follow x's.
-      logits: ``logits(weights, x [..., D]) -> [..., V]`` in float32, of what ``forward`` returned.
-      draft_logits: the same of what ``draft`` returned.
-      fresh: ``fresh() -> Decoder``, the same for rows that all start at 0; see ``cached_attention``.
+      platform: the platform that the model is built for, "cpu", "gpu" or "tpu".
+      prepare: ``prepare(params) -> weights``, from the params of a one-stage pipeline; matrices in the
+        compute dtype, the router's in float32, and ``kv_b_proj`` as ``Weights`` of
+        ``models.decode.attention``. From lazy params (``models.lazy``) it makes lazy weights.
+      forward: ``forward(weights, cache, rows, before=None) -> (x [B, S, D], Made)``, where x is the output of
+        the last layer. It only reads the cache; ``write`` adds to it.
+      draft: ``draft(weights, cache, rows, x, before=None) -> (x, Made)``, through the first module of
+        multi-token prediction, whose layer comes after the model's. The tokens of ``rows`` are those that
+        follow x's tokens.
+      logits: ``logits(weights, x [..., D]) -> [..., V]`` in float32, from the x that ``forward`` returned.
+      draft_logits: the same, from the x that ``draft`` returned.
+      fresh: ``fresh() -> Decoder``, the same model for rows that all start at position 0; see
+        ``cached_attention``.
     """
 
     config: Config
@@ -77,7 +82,8 @@ class Decoder:
     fresh: Callable[[], "Decoder"]
 
 
-@functools.cache  # who asks for the same gets the same, and with it what jax.jit has compiled of it
+# Equal arguments return the same object, and with it what jax.jit has compiled of its functions.
+@functools.cache
 def decoder(
     config: Config,
     *,
@@ -91,12 +97,14 @@ def decoder(
     """Build the model for serving.
 
     Args:
-      config: the numbers.
-      dispatch: how tokens travel to experts; by default on one device, and none is dropped.
-      kernels: what computes attention, where ``fresh`` lets it, and the experts' matmuls.
+      config: the model's configuration.
+      dispatch: how tokens travel to experts; by default all experts are on one device, and no token is
+        dropped.
+      kernels: the kernels that compute the experts' matmuls and, where ``fresh`` allows it, attention.
       absorbed: the form of attention; see ``cached_attention``.
       fresh: promises that all rows start at 0; see ``cached_attention``.
-      mtp_after_norm: as in ``models.deepseek``, for drafts: published weights want it, our own default does not.
+      mtp_after_norm: whether drafts read the hidden state after the final norm, as in ``models.deepseek``:
+        True for published weights, False for our own models as they are trained by default.
       platform: "cpu", "gpu" or "tpu"; None is JAX's default backend.
     """
     platform = platform or jax.default_backend()
@@ -115,7 +123,7 @@ def decoder(
     ) -> tuple[Array, Made]:
         module = dense if own["bias"] is None else block
         heard = None if before is None else (before[0], before[1][layer])
-        # Devices of the experts' axis have a table each, of which this is one's own.
+        # Each device of the experts' axis has a table of its own: the only row of its shard.
         copies_EX = own["copies"][0] if "copies" in own else None
         return module({"block": own["block"]}, x_BSD, cache, layer, rows, heard, own["bias"], copies_EX)
 
@@ -166,7 +174,7 @@ def decoder(
 
 
 class _Cached(nnx.Module):
-    """A block whose attention hears a cache."""
+    """A block whose attention reads a cache."""
 
     def __init__(self, block: Block | DenseBlock, attention: Callable[..., tuple[Array, Array]]):
         attended: Any = block.self_attn
@@ -197,15 +205,16 @@ class _Cached(nnx.Module):
 
 
 _BLOCK = 256
-"""Rows of a matrix that a GPU's product takes in whole: XLA splits the sum over many rows among multiprocessors, and if
-they do not divide it copies the matrix in every step, which for V2-Lite's 10,944 took 28 of a step's 1,152 us."""
+"""The hidden dim of a dense layer is padded to a multiple of this. On a GPU, XLA splits the sum over a
+matrix's many rows among multiprocessors; if the rows do not divide evenly, it copies the matrix in every
+step. For the 10,944 rows of V2-Lite that took 28 us of a step's 1,152 us."""
 
 
 def _in_whole_blocks(mlp: Tree) -> Tree:
-    """A dense layer's matrices with zeros behind its hidden numbers, which make none of what comes of it."""
+    """A dense layer's matrices, with the hidden dim padded with zeros, which do not change the layer's output."""
     hidden = mlp["down_proj"]["kernel"].shape[0]
     missing = -hidden % _BLOCK
-    if missing > hidden // 64:  # of small models all would be zeros
+    if missing > hidden // 64:  # a small layer would consist mostly of padding
         return mlp
 
     def padded(dim: int) -> Callable[[Any], Any]:

@@ -1,11 +1,13 @@
 """Attention of few new tokens to a paged cache of latents, as one kernel for Hopper GPUs (H100, H200).
 
-Plain, the blocks of a row's table are gathered, and what was gathered is read twice, for scores and for values. Here a
-block comes from memory once, into shared memory, where all heads of all new tokens score it and add it up, by an
-online softmax (Milakov and Gimelshein 2018) in float32. Rows that are many positions long are split, so that more
-multiprocessors work on them; what they find is put together by plain JAX (Dao et al. 2023, "Flash-Decoding").
+Plain JAX gathers the blocks of a row's table, and then reads the result twice, for scores and for values.
+This kernel copies a block into shared memory, once for up to 64 queries (heads of new tokens), which compute
+its scores there and add up its values, by an online softmax (Milakov and Gimelshein 2018) in float32. Rows of
+many positions are split, so that more multiprocessors work on them; plain JAX combines the results of the
+splits (Dao et al. 2023, "Flash-Decoding").
 
-It is right on an H200, where tests/models/decode/test_paged.py ran, and in Pallas' simulator of such a GPU.
+Its results were right on an H200, where tests/models/decode/test_paged.py ran, and in Pallas' simulator of
+such a GPU.
 
 Shape suffixes as in ``models.decode.attention``; T = B * S new tokens, Z splits of a row, X numbers of a position.
 """
@@ -24,32 +26,36 @@ from dualpipe_jax.parallel.kernel_cost import once
 from models.config import Config
 
 TILE = 32
-"""Positions whose scores are made at once."""
+"""The number of positions whose scores are computed at once."""
 STAGES = 2
-"""Tiles on their way from memory at once, 36 KiB each."""
+"""The number of tiles that are copied from memory at the same time, 36 KiB each."""
 _QUERIES = 64
-"""Rows of a tensor core's product: so many queries share what was read."""
+"""The number of rows of a tensor core's product, so that many queries share a tile that was read."""
 _NEW = 16
-"""New tokens, filled up with zeros: what a product sums is of such a length."""
+"""The number of a row's new tokens, padded with zeros: the least length over which a tensor core's product
+sums."""
 _PART = 64
-"""Numbers of a value that a product makes at once."""
+"""The number of columns of the values that one product computes."""
 _SPLIT = 64
-"""Positions below which it does not pay to split a row. On an H200 a layer's attention to 256 positions of 1 and of 16
-rows, with the products before and behind it, took 38 us whole, 27 and 28 in four parts."""
+"""The fewest positions of a split, where a row gets four splits or more. On an H200 a layer's attention to
+256 positions, with the products before and after it, took 38 us without splits, for 1 row as for 16; with
+four splits it took 27 us for 1 row and 28 us for 16."""
 _SPLIT_IN_TWO = 256
-"""The same of two or three parts: of 256 positions of 64 rows it took 40 us whole, 46 in two."""
+"""The same where a row gets two or three splits: for 64 rows of 256 positions it took 40 us without splits,
+46 us with two."""
 _WRITTEN_OUT = 8
-"""So many splits are put together term by term, in one kernel; of more, sums over an array are two."""
+"""Up to this many splits are combined term by term, which is one kernel; the sums over an array of more are
+two."""
 _LOW = -1e30
-"""A score that nothing has; finite, for its difference with itself is 0."""
+"""A score lower than any other; finite, because its difference with itself must be 0."""
 
 
 def takes(config: Config, num_new: int, block_size: int) -> bool:
-    """Whether the kernel knows such attention.
+    """Whether the kernel supports attention of these sizes.
 
-    Latents and queries have 16 bits; of the latents 128 divides the numbers that are values, 512 at most, and those of
-    the rotated key are 64 or 128; heads are 8, 16, 32, or a multiple of 64; a row has at most 16 new tokens, and a
-    block 8, 16 or 32 positions. V2, V2-Lite and V3 are such models.
+    Latents and queries must have 16 bits; the values' part of a latent a multiple of 128 numbers, at most
+    512; the rotated key 64 or 128 numbers; a layer 8, 16 or 32 heads or a multiple of 64; a row at most 16
+    new tokens; and a block 8, 16 or 32 positions. V2, V2-Lite and V3 are such models.
     """
     return (
         mosaic.takes(config.compute_dtype)
@@ -72,20 +78,21 @@ def attend(
     new_BSL: Array,
     scale: float,
 ) -> Array:
-    """Attend from queries, in the space of latents, to what is cached and to the new tokens up to their own.
+    """Attend from queries, in the space of latents, to the cached positions and to new tokens up to their own.
 
     Args:
-      q_HTC: queries against latents, of all rows' new tokens, heads first as products leave them.
-      q_HTX: queries as they were made; against rotated keys are their last numbers.
-      cache: see ``init_cache``; what is not used may be anything.
-      layer: its place there.
+      q_HTC: the queries of all rows' new tokens, projected to the space of latents; heads first, as products
+        make them.
+      q_HTX: the queries before that projection; their last numbers are for the rotated keys.
+      cache: see ``init_cache``; positions that are not used may hold anything.
+      layer: the index of the layer in the cache.
       tables_BM: int32, the blocks of a row's positions.
-      used_B: int32, the positions before the row's first new token.
-      new_BSL: latents of the new tokens, which are not in the cache.
-      scale: on scores.
+      used_B: int32, the number of positions before the row's first new token.
+      new_BSL: the latents of the new tokens, which are not in the cache.
+      scale: the factor of the scores.
 
     Returns:
-      Latents attended to, [T, H, C] of the queries' dtype.
+      The latents' sums, weighted by the softmax, [T, H, C] in the queries' dtype.
     """
     L, P, size, X = cache.shape
     (H, T, C), (B, S) = q_HTC.shape, new_BSL.shape[:2]
@@ -93,7 +100,7 @@ def attend(
     shape = _Shape(num_splits(T * H // _Tile.of(H, S).rows, num_positions), scale * math.log2(math.e))
     new_BKX = jnp.pad(new_BSL, ((0, 0), (0, _NEW - S), (0, 0)))
     first_1 = jnp.full((1,), layer * P, jnp.int32)
-    # As if all positions of the tables were used.
+    # The cost as if all positions of the tables were used.
     cost = pl.CostEstimate(
         flops=2 * T * H * num_positions * (X + C),
         transcendentals=T * H * num_positions,
@@ -107,7 +114,10 @@ def attend(
 
 
 def _together(out_ZTHC: Array, log_ZTH: Array) -> Array:
-    """What a row's splits found, by the sums of their powers, whose logarithms to the base 2 are given: [T, H, C]."""
+    """Combine the results of a row's splits into [T, H, C], weighted by the sums of their softmax.
+
+    The base-2 logarithms of these sums are given.
+    """
     if len(log_ZTH) > _WRITTEN_OUT:
         share_ZTH = jax.nn.softmax(log_ZTH * math.log(2), axis=0)
         return jnp.einsum("zth,zthc->thc", share_ZTH, out_ZTHC)
@@ -118,7 +128,7 @@ def _together(out_ZTHC: Array, log_ZTH: Array) -> Array:
 
 
 class _Tile(NamedTuple):
-    """Queries that share what was read: so many heads of so many tokens of a row."""
+    """The queries that share a tile of positions: this many heads of this many new tokens of one row."""
 
     heads: int
     tokens: int
@@ -134,7 +144,7 @@ class _Tile(NamedTuple):
 
 
 def num_splits(num_tiles: int, num_positions: int) -> int:
-    """In how many parts each row's positions are attended to, so that there is work for all multiprocessors."""
+    """The number of splits of each row's positions, so that there is work for all multiprocessors."""
     room = hopper_tiles.SMS // num_tiles
     size = _SPLIT if min(room, num_positions // _SPLIT) > 3 else _SPLIT_IN_TWO
     return max(1, min(room, num_positions // size))
@@ -145,7 +155,8 @@ class _Shape(NamedTuple):
     scale: float
 
 
-@functools.cache  # one object for equal shapes, by which ``once`` knows what it has traced
+# Equal shapes return the same object, by which ``once`` knows what it has traced.
+@functools.cache
 def _kernel(shape: _Shape) -> Any:
     return functools.partial(_attend, shape)
 
@@ -179,7 +190,7 @@ def _attend(
     ) -> None:
         *outs, c_smem, r_smem, new_smem, tiles_smem, p_smem, out_smem, log_smem, arrived, full, free = refs
         b, z, tokens, heads = (lax.axis_index(name) for name in ("row", "split", "tokens", "heads"))
-        group = lax.axis_index("half")  # two warpgroups, each of which makes half of the values' numbers
+        group = lax.axis_index("half")  # two warpgroups, each of which computes half of the values' columns
         used = used_ref[b]
         num_tiles = lax.div(used + jnp.int32(TILE - 1), jnp.int32(TILE))
         begin, end = (lax.div((z + place) * num_tiles, jnp.int32(shape.splits)) for place in (0, 1))
@@ -190,7 +201,8 @@ def _attend(
             slot = lax.rem(tile - begin, jnp.int32(STAGES))
             last = lax.div(used - 1, jnp.int32(size))
             for part in range(TILE // size):
-                # What lies past the last block is masked: that one comes again, for a tile is whole.
+                # A tile is always copied whole: past the last block that block is copied again, and masked
+                # later.
                 block = jnp.minimum(tile * jnp.int32(TILE // size) + part, last)
                 plgpu.copy_gmem_to_smem(
                     blocks_ref.at[first_ref[0] + tables_ref[b, block]],
@@ -255,8 +267,9 @@ def _attend(
 
             @pl.when(left < TILE)
             def _() -> None:
-                # A block keeps what its last owner left, and a probability of 0 times NaN is NaN.
-                # Nothing is on its way any more: so all tiles' memory is gone through, as high as its layout wants.
+                # A block keeps what its last owner left, and a probability of 0 times NaN is NaN: zero these
+                # rows. No copy is under way any more, so the loop may rewrite the memory of all tiles, as its
+                # layout demands.
                 row = iota(_PART, 0) - slot * TILE
                 for place in range(half // _PART):
                     ref = tiles_smem.at[:, pl.ds(group * half + place * _PART, _PART)]
@@ -280,7 +293,7 @@ def _attend(
         carry = (constant(_LOW), constant(0.0), *([zeros] * (half // _PART)))
         carry = lax.fori_loop(0, (z == 0).astype(jnp.int32), each_new, carry)
         top, total, *parts = lax.fori_loop(begin, end, each_tile, carry)
-        total = jnp.maximum(total, jnp.float32(1e-30))  # of a part of a row that has no position at all
+        total = jnp.maximum(total, jnp.float32(1e-30))  # the sum is 0 in a split without any position
         for place, part in enumerate(parts):
             staged = out_smem.at[group]
             staged[...] = (part / lax.broadcast_in_dim(total, part.shape, [0])).astype(made)

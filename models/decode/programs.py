@@ -1,7 +1,7 @@
-"""Serving's two programs, compiled: on one device, or on all of an expert axis, each with requests of its own.
+"""The two compiled programs of serving, for one device, or for all of an expert axis, each with its own requests.
 
-Over the axis lie rows, blocks of the cache and experts; other weights are on every device. Rows are in the devices'
-order, and a row's table counts the blocks of its own device.
+Rows, blocks of the cache and experts are sharded over the axis; other weights are on every device. Rows are
+in the order of the devices, and a row's table numbers the blocks of its own device.
 """
 
 import functools
@@ -25,25 +25,25 @@ from models.decode.running import Running, decoding, none_running, prefilling, r
 from models.decode.steps import decode, prefill
 
 ROWS, BLOCKS = PartitionSpec(EP), PartitionSpec(None, EP)
-"""How rows and the cache lie on a mesh."""
+"""How rows and the cache are sharded over a mesh."""
 
 Step = Callable[..., tuple[Any, Any]]
 
 
 class Programs(NamedTuple):
-    """What an engine runs; ``prefill`` and ``decode`` take the cache's memory for the new one.
+    """The programs that an engine runs; the first three reuse the cache's memory for the cache that they return.
 
     Attributes:
       prefill: ``(weights, cache, (rows, follow, sampling, running, begun)) -> ((Prefilled, Running), counts, cache)``;
         counts are int32 [devices, layers with experts, E], see ``Made``.
-      prefill_fresh: ``prefill`` of rows that all start at 0, in halves too: nothing is read from the cache, and
-        attention is the layer's own, on a GPU a kernel. It is compiled when it is first called.
-      decode: ``(weights, cache, (wanted, tables, sampling, running)) -> ((Decoded, Running), counts, cache)``, of so
-        many steps, what each came to as ``repeating`` says; wanted is bool [B], false for slots whose request does not
-        decode, or has ended as the host knows. In both, sampling is None where all rows take the likeliest token,
-        which is another program.
-      init_cache: ``(num_blocks, block_size) -> cache``, of all devices.
-      init_running: ``(num_slots) -> Running`` without requests, of all devices.
+      prefill_fresh: ``prefill`` for rows that all start at 0, in halves too: nothing is read from the cache,
+        and attention is the layer's own, on a GPU a kernel. It is compiled when it is first called.
+      decode: ``(weights, cache, (wanted, tables, sampling, running)) -> ((Decoded, Running), counts,
+        cache)``, which runs several steps and returns their results as ``repeating`` says; wanted is bool
+        [B], false for slots whose request does not decode, or has ended as far as the host knows. In all
+        three, sampling is None where all rows take the likeliest token, which is another program.
+      init_cache: ``(num_blocks, block_size) -> cache``, for all devices.
+      init_running: ``(num_slots) -> Running`` without requests, for all devices.
     """
 
     prefill: Callable[..., tuple[Any, Array, Array]]
@@ -53,7 +53,8 @@ class Programs(NamedTuple):
     init_running: Callable[[int], Running]
 
 
-@functools.cache  # who asks for the same gets the same, and with it what jax.jit has compiled of it
+# Equal arguments return the same programs, and with them what jax.jit has compiled.
+@functools.cache
 def programs(
     model: Decoder,
     drafts: bool,
@@ -62,19 +63,20 @@ def programs(
     scores: bool = False,
     num_steps: int = 1,
 ) -> Programs:
-    """Build them.
+    """Build the programs.
 
     Args:
       model: see ``models.decode.decoder``; on a mesh its dispatch is over the axis "ep".
       drafts: see ``Engine``.
-      mesh: with that axis alone; None for one device.
-      microbatches: 2 cuts a device's rows in two halves, which are computed while each other's tokens travel. The
-        second half of a prefill hears the first, see ``cached_attention``; of a decode they are different requests.
-      scores: whether they tell how likely tokens are.
-      num_steps: that ``decode`` runs.
+      mesh: a mesh with that axis alone; None for one device.
+      microbatches: 2 cuts a device's rows in two halves, each of which is computed while the other's tokens
+        travel. In a prefill the second half attends to the first, see ``cached_attention``; in a decode the
+        halves hold different requests.
+      scores: whether the programs also return how likely tokens are.
+      num_steps: the number of decode steps that one call of ``decode`` runs.
 
     Raises:
-      ValueError: model and mesh do not fit together, or there are other than one or two microbatches.
+      ValueError: model and mesh do not fit together, or ``microbatches`` is neither 1 nor 2.
     """
     check_mesh(model, mesh)
     if microbatches not in (1, 2):
@@ -96,12 +98,12 @@ def programs(
 
     def texts(run: Callable[..., Any]) -> Callable[..., Any]:
         steps = repeating(decoding(run, 1 + drafts), num_steps)
-        # A row with a draft is two tokens.
+        # With a draft even a single row has two tokens.
         return steps if drafts else alone(steps)
 
     return Programs(
         compiled(prefill, prompts, hears=True),
-        # Of two that start at 0 neither hears the other.
+        # Halves that both start at 0 hold different prompts: neither attends to the other.
         compiled(prefill, prompts, hears=False, fresh=True),
         compiled(decode, texts, hears=False),
         functools.partial(_init_cache, model.config, mesh),
@@ -110,7 +112,7 @@ def programs(
 
 
 def check_mesh(model: Decoder, mesh: Mesh | None) -> None:
-    """Raise a ValueError that says why, if a model is not for a mesh."""
+    """Raise a ValueError that says why, if a model does not fit a mesh."""
     axis = model.dispatch.axis_name
     if mesh is None and axis is not None:
         raise ValueError(
@@ -126,9 +128,10 @@ def check_mesh(model: Decoder, mesh: Mesh | None) -> None:
 
 @functools.cache
 def _options(platform: str) -> dict[str, str] | None:
-    """How programs are compiled: on a CPU for Eigen's products, which take half of YNNPACK's time for sixteen rows.
+    """The compiler's options: on a CPU, to use Eigen's products, which take half of YNNPACK's time for sixteen rows.
 
-    For many rows they take as long. A version of JAX that does not know the option does without.
+    For many rows both take equally long. None on other platforms, and for a version of JAX that lacks the
+    option.
     """
     options = {"xla_cpu_experimental_ynn_fusion_type": ""}
     if platform != "cpu":
@@ -141,10 +144,11 @@ def _options(platform: str) -> dict[str, str] | None:
 
 
 def jit_step(run: Callable[..., Any], mesh: Mesh | None, options: dict[str, str] | None = None) -> Any:
-    """``run``, on a mesh ``on_mesh``, compiled; the cache's memory is taken for the new one, its dims in order.
+    """Compile ``run``, on a mesh as ``on_mesh`` maps it; the cache's memory is reused for the cache that it returns.
 
-    Left to itself a TPU's compiler puts blocks last, for 576 numbers do not fill its lanes, and to read one it then
-    copies the whole cache.
+    On a mesh the layout of the cache is fixed, with its dims in order. Without that a TPU's compiler makes
+    the blocks the last dim, because 576 numbers do not fill its lanes, and then copies the whole cache to
+    read one block.
     """
     if mesh is None:
         return jax.jit(
@@ -168,17 +172,17 @@ def jit_step(run: Callable[..., Any], mesh: Mesh | None, options: dict[str, str]
 
 
 def _seen_by_all(mesh: Mesh) -> NamedSharding:
-    """For whoever runs the engine has to see all rows' tokens, also in each of several processes."""
+    """Every device gets the whole array, because each process runs the engine and needs the tokens of all rows."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def cache_format(mesh: Mesh) -> Format:
-    """How the cache lies on a mesh."""
+    """The cache's layout and sharding on a mesh."""
     return Format(Layout((0, 1, 2, 3)), NamedSharding(mesh, BLOCKS))
 
 
 def on_mesh(run: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
-    """``run(weights, cache, rows, ...) -> (out, counts, cache)`` on every device of a mesh, with its own part."""
+    """``run(weights, cache, rows, ...) -> (out, counts, cache)`` on every device of a mesh, each with its own part."""
 
     def everywhere(weights: Tree, cache: Array, *rows: Tree) -> Any:
         mapped = jax.shard_map(
@@ -194,23 +198,24 @@ def on_mesh(run: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
 
 
 def whole(step: Step, weights: Tree, cache: Array, rows: Rows, *more: Tree) -> tuple[Any, Array, Array]:
-    """One step of one device; all its rows at once."""
+    """Run one step of one device, all its rows at once."""
     return _written(cache, [(rows, *step(weights, cache, rows, *more))])
 
 
 def of_two_rows(run: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, but never of one token alone: one that nobody asks for is beside it.
+    """Wrap ``run`` so that it never gets one token alone: an empty second row is added and its results are dropped.
 
-    XLA takes a vector's product with a matrix for no product. On a GPU it multiplies number by number, writes all of
-    them, as many as the matrix has, and reads them again to add them up.
+    XLA does not treat the product of a vector and a matrix as a matrix product. On a GPU it multiplies
+    element by element, writes all these products, as many as the matrix has elements, and reads them again to
+    add them up.
 
     Args:
-      run: ``(weights, cache, *rows) -> (out, counts, cache)``, whose ``rows`` and ``out`` lie row by row; the first
-        array of ``rows`` has a number for each token.
+      run: ``(weights, cache, *rows) -> (out, counts, cache)``; dim 0 of all arrays in ``rows`` and ``out`` is
+        the row. The first array of ``rows`` has one element for each token.
     """
 
     def beside(leaf: Array) -> Array:
-        # A choice becomes part of what reads it, where a concatenation is a kernel of its own.
+        # XLA fuses a select into the operation that reads it; a concatenation would be a kernel of its own.
         asked = jnp.arange(2, dtype=jnp.int32).reshape(2, *[1] * (jnp.ndim(leaf) - 1)) == 0
         return jnp.where(asked, leaf, jnp.zeros((), leaf.dtype))
 
@@ -226,7 +231,7 @@ def of_two_rows(run: Callable[..., Any]) -> Callable[..., Any]:
 def in_halves(
     step: Step, hears: bool, weights: Tree, cache: Array, rows: Rows, *more: Tree
 ) -> tuple[Any, Array, Array]:
-    """The same in two microbatches, the first of which leads."""
+    """Run one step in two microbatches, of which the first leads; if ``hears``, the second attends to the first."""
 
     def half(k: int) -> Any:
         return jax.tree.map(lambda leaf: jnp.split(jnp.asarray(leaf), 2)[k], (rows, *more))
@@ -254,8 +259,8 @@ def in_halves(
 
 
 def _written(cache: Array, parts: Sequence[tuple[Rows, Any, Made]]) -> tuple[Any, Array, Array]:
-    """What rows came to, one part after the other; and the cache with all of them."""
-    # All has been read before anything is written: else the cache is copied.
+    """The results of all parts one after the other, the sum of their counts, and the cache with their latents."""
+    # Everything must be read before anything is written: otherwise XLA copies the cache.
     parts = lax.optimization_barrier(list(parts))
     for rows, _, made in parts:
         cache = write(cache, rows, made.latents)
@@ -275,5 +280,5 @@ def _init_running(mesh: Mesh | None, num_slots: int) -> Running:
     running = none_running(num_slots)
     if mesh is None:
         return jax.tree.map(jnp.asarray, running)
-    # As programs leave it, or each would be compiled twice.
+    # In the sharding of the programs' results; otherwise each program would be compiled twice.
     return jax.device_put(running, _seen_by_all(mesh) if mesh.is_multi_process else NamedSharding(mesh, ROWS))

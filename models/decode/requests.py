@@ -1,4 +1,4 @@
-"""What a request asks for, what there is room for, and what comes of it."""
+"""Requests: what they ask for, the limits that they must fit, and their completions."""
 
 import dataclasses
 from typing import Literal
@@ -9,29 +9,31 @@ from dualpipe_jax.arguments import typechecked
 from models.decode.scores import MOST, Score
 
 STEPS_ON_GPU = 4
-"""Steps of decode that the host starts at once for a GPU: of nine layers of V2-Lite an H200 runs one in 1.3 ms, and the
-host took 2.3 to start one and hear of it."""
+"""The number of decode steps that the host starts at once on a GPU. With nine layers of V2-Lite an H200 runs
+one step in 1.3 ms, and the host took 2.3 ms to start one and read its results."""
 
 
 class RequestError(ValueError):
-    """A request that cannot be served: says what was given, what is needed and what to do."""
+    """Raised for a request that cannot be served; the message says what was given, what is needed and what to do."""
 
 
 @typechecked
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How a request's text goes on.
+    """How a request's text is generated.
 
     Attributes:
-      max_tokens: to be generated at most.
-      temperature: divides the logits; 0 takes the likeliest token.
+      max_tokens: the largest number of tokens to generate.
+      temperature: the number that divides the logits; 0 takes the likeliest token.
       top_p: see ``Sampling``.
-      seed: 0 to 2**32 - 1; the same request with the same seed gets the same text, whatever is served beside it.
-      stop: tokens at any of which the text ends; they are not part of it.
-      likeliest: how many of the likeliest tokens to tell with the log-probability of each token, 0 to 20; None tells
-        no log-probabilities. What tells them is compiled when the first request asks for it.
-      score_prompt: whether to tell those of the prompt's tokens, too. Then nothing of the prompt is taken from the
-        cache.
+      seed: a number from 0 to 2**32 - 1; the same request with the same seed gets the same text, whatever
+        else is served at the same time.
+      stop: the tokens at which the text ends; they are not part of it.
+      likeliest: how many of the likeliest tokens to return with the log-probability of each token, 0 to 20;
+        None returns no log-probabilities. The programs that return them are compiled when the first request
+        asks for them.
+      score_prompt: whether to return log-probabilities of the prompt's tokens, too. Then no part of the
+        prompt is taken from the cache.
     """
 
     max_tokens: int = 256
@@ -49,18 +51,21 @@ class Limits:
     """Sizes that the programs are compiled for.
 
     Attributes:
-      max_requests: served at the same time; others wait.
-      max_positions: tokens of a request, its prompt and what is generated.
-      block_size: positions of a block.
-      num_blocks: of the cache; None has room for ``max_requests`` of ``max_positions``.
-      chunk_size: tokens of a prompt that are taken in at once.
-      max_prefill: tokens of prompts that a step takes in at most, so that those who decode do not wait long.
-      min_table: positions of a request that a step reads at least; see ``table_sizes``.
-      num_steps: of decode that the host starts at once, and hears of at once; None is ``STEPS_ON_GPU`` on a GPU, which
-        runs a step in less time than the host starts one, and 1 elsewhere.
+      max_requests: the largest number of requests that are served at the same time; others wait.
+      max_positions: the largest number of tokens of a request, its prompt and its generated tokens together.
+      block_size: the number of positions of a block.
+      num_blocks: the number of blocks of the cache; None gives room for ``max_requests`` of
+        ``max_positions``.
+      chunk_size: the largest number of tokens of a prompt that one row of a prefill takes in.
+      max_prefill: the number of tokens of prompts that a step takes in at most, so that requests that decode
+        do not wait long.
+      min_table: the number of positions of a request that a step reads at least; see ``table_sizes``.
+      num_steps: the number of decode steps that the host starts at once, and whose results it reads at once;
+        None is ``STEPS_ON_GPU`` on a GPU, which runs a step in less time than the host starts one, and 1
+        elsewhere.
 
     Raises:
-      ValueError: a number that is not positive.
+      ValueError: a number is not positive.
     """
 
     max_requests: int = 8
@@ -79,14 +84,16 @@ class Limits:
 
     @property
     def table_size(self) -> int:
-        """Blocks of one request at most."""
+        """The largest number of blocks of one request."""
         return -(-self.max_positions // self.block_size)
 
     @property
     def table_sizes(self) -> tuple[int, ...]:
-        """Blocks of a request that programs are compiled to read, from ``min_table`` on each twice as many, up to all.
+        """The numbers of blocks of a request that programs are compiled to read.
 
-        A step reads of each request the least that holds what the longest of them has used.
+        The first holds ``min_table`` positions, each next one is twice as large, and the last is
+        ``table_size``. A step reads the same number for all its requests: the smallest that holds the longest
+        of them.
         """
         sizes = [-(-self.min_table // self.block_size)]
         while sizes[-1] < self.table_size:
@@ -95,14 +102,14 @@ class Limits:
 
     @property
     def total_blocks(self) -> int:
-        """Blocks of the cache."""
+        """The number of blocks of the cache."""
         return self.num_blocks or self.max_requests * self.table_size
 
     def share(self, num_devices: int) -> "Limits":
-        """Return what one of so many devices has of it.
+        """Return the limits of one of ``num_devices`` devices, which share requests and blocks equally.
 
         Raises:
-          ValueError: they cannot share equally.
+          ValueError: the number of requests or blocks is no multiple of ``num_devices``.
         """
         shared = {"max_requests": self.max_requests, "num_blocks": self.total_blocks}
         wrong = [f"{name} is {number}" for name, number in shared.items() if number % num_devices]
@@ -116,15 +123,16 @@ class Completion:
     """A request that has ended.
 
     Attributes:
-      id: as ``Engine.add`` returned it.
-      tokens: what was generated, without the token that stopped it.
+      id: the number that ``Engine.add`` returned.
+      tokens: the generated tokens, without the token that stopped it.
       finish_reason: "stop" at a stop token, "length" at ``max_tokens``, "cancelled", or "error".
       error: what went wrong; None if nothing did.
-      num_drafted: tokens that were guessed ahead.
-      num_accepted: guesses that were right.
-      num_reused: tokens of the prompt that were in the cache, or kept on disk, of a request that began alike.
-      scores: of ``tokens``, if they were asked for.
-      prompt_scores: of the prompt's tokens but the first, if they were asked for.
+      num_drafted: the number of tokens that were guessed ahead.
+      num_accepted: the number of guesses that were right.
+      num_reused: the number of the prompt's tokens that were found in the cache, or on disk, because another
+        request had the same beginning.
+      scores: the scores of ``tokens``, if they were asked for.
+      prompt_scores: the scores of the prompt's tokens except the first, if they were asked for.
     """
 
     id: int

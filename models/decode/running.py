@@ -1,4 +1,4 @@
-"""What devices know of the requests in their slots, so that a step needs no word from the host about the one before.
+"""The state of requests that devices keep, so that a step needs nothing from the host about the step before.
 
 Shape suffixes: B slots, S tokens of a step (two with drafts), N rows of a prefill, W stop tokens.
 """
@@ -18,19 +18,20 @@ from models.decode.scores import Scores
 from models.decode.steps import Decoded, Prefilled
 
 NUM_STOPS = 8
-"""Stop tokens of a request that devices know. Of more the host alone does: such a row runs one step in vain."""
+"""The number of a request's stop tokens that devices know. Only the host knows further ones: after such a
+token a row runs on in vain until the host has read it."""
 
 
 class Running(NamedTuple):
-    """The requests that decode, a slot each.
+    """The state of the requests that decode, one for each slot.
 
     Attributes:
-      tokens: int32 [B], the newest, which no step has been fed yet.
+      tokens: int32 [B], the newest token, which no step has been fed yet.
       drafts: int32 [B], a guess at the token after that; -1 for none.
       starts: int32 [B], the newest token's position.
-      rooms: int32 [B], the position that is not fed any more.
-      stops: int32 [B, W], tokens that end it; -1 for none.
-      live: bool [B], whether it goes on.
+      rooms: int32 [B], the first position at which no token is fed any more.
+      stops: int32 [B, W], the tokens that end the request; -1 for none.
+      live: bool [B], whether the request goes on.
     """
 
     tokens: Array | np.ndarray
@@ -42,10 +43,10 @@ class Running(NamedTuple):
 
 
 class Begun(NamedTuple):
-    """Which rows of a prefill are a prompt's end, whose requests decode from then on.
+    """The rows of a prefill that end their prompts; the requests of these rows decode from then on.
 
     Attributes:
-      slots: int32 [N], of a row's device; -1 where the prompt does not end.
+      slots: int32 [N], the slot of the row's request on its device; -1 where the prompt does not end.
       rooms, stops: see ``Running``.
     """
 
@@ -55,7 +56,7 @@ class Begun(NamedTuple):
 
 
 def none_running(num_slots: int) -> Running:
-    """Slots without requests."""
+    """The state of slots without requests."""
     zeros = np.zeros(num_slots, np.int32)
     return Running(zeros, zeros - 1, zeros, zeros, no_stops(num_slots), zeros > 0)
 
@@ -66,7 +67,7 @@ def no_stops(num_rows: int) -> np.ndarray:
 
 
 def prefilling(run: Callable[..., tuple[Prefilled, Any, Any]]) -> Callable[..., Any]:
-    """A prefill ``run`` that also seats the requests whose prompts end with it."""
+    """Wrap a prefill ``run`` so that it also writes the requests whose prompts end with it into their slots."""
 
     def prefill(
         weights: Tree,
@@ -91,7 +92,7 @@ def prefilling(run: Callable[..., tuple[Prefilled, Any, Any]]) -> Callable[..., 
 
 
 def decoding(run: Callable[..., tuple[Decoded, Any, Any]], num_tokens: int) -> Callable[..., Any]:
-    """A decode ``run`` of so many tokens a row, fed with what the steps before came to."""
+    """Wrap a decode ``run`` of ``num_tokens`` tokens a row so that it is fed with the results of the steps before."""
 
     def decode(
         weights: Tree, cache: Array, wanted: Array, tables: Array, sampling: Sampling | None, running: Running
@@ -112,7 +113,7 @@ def decoding(run: Callable[..., tuple[Decoded, Any, Any]], num_tokens: int) -> C
 
 
 def repeating(decode: Callable[..., Any], num_steps: int) -> Callable[..., Any]:
-    """So many steps of a ``decode`` in one program; what each came to is [B, steps, ...], in order."""
+    """Run ``num_steps`` steps of a ``decode`` in one program; their results are stacked in order, [B, steps, ...]."""
 
     def steps(weights: Tree, cache: Array, *rows: Any) -> Any:
         *given, running = rows
@@ -131,24 +132,24 @@ def repeating(decode: Callable[..., Any], num_steps: int) -> Callable[..., Any]:
 
 
 def _numbers(out: Decoded) -> Array:
-    """All but scores as one array, int32 [B, S + 4]: a loop keeps each array of a step by a kernel of its own."""
+    """Everything but scores as one array, int32 [B, S + 4], because a loop stores each array by a kernel of its own."""
     rest = out.accepted, out.fed, out.finite.astype(jnp.int32), out.drafts
     return jnp.concatenate([out.tokens, jnp.stack(rest, axis=1)], axis=1)
 
 
 def _of_numbers(numbers: Array, scores: Scores | None) -> Decoded:
-    """The same of ``_numbers`` of any steps, [..., S + 4]."""
+    """The inverse of ``_numbers``, for any number of steps: ``numbers`` is [..., S + 4]."""
     accepted, fed, finite, drafts = (numbers[..., place] for place in range(-4, 0))
     return Decoded(numbers[..., :-4], accepted, fed, finite.astype(bool), drafts, scores)
 
 
 def of_step(out: Tree, step: int) -> Tree:
-    """What one step of ``repeating`` came to."""
+    """The results of one step of ``repeating``."""
     return jax.tree.map(lambda leaf: leaf[:, step], out)
 
 
 def _advanced(running: Running, out: Decoded) -> Running:
-    """After a step; rows that were fed nothing stay as they are."""
+    """The state after a step; rows that were fed nothing stay as they are."""
     counts_BS = jnp.arange(out.tokens.shape[1]) < out.accepted[:, None]
     starts_B = running.starts + out.accepted
     last_B = jnp.take_along_axis(out.tokens, jnp.maximum(out.accepted - 1, 0)[:, None], axis=1)[:, 0]

@@ -1,7 +1,7 @@
 """From logits to tokens.
 
-A token is a function of its own logits, its request's numbers and its position alone: the same whatever else is in the
-batch, in whichever row, with drafts or without.
+A token depends only on its own logits, its request's sampling parameters and its position: it is the same
+whatever else is in the batch, in whichever row, with drafts or without.
 
 Shape suffixes: B rows, S tokens of a row, V vocabulary.
 """
@@ -19,9 +19,9 @@ class Sampling(NamedTuple):
 
     Attributes:
       temperature: float32 [B], divides the logits; 0 takes the likeliest token.
-      top_p: float32 [B], of the likeliest tokens only so many as together have this probability (Holtzman et al.
-        2020, "nucleus sampling"); the likeliest always.
-      seeds: uint32 [B].
+      top_p: float32 [B], the probability of the candidates: only the fewest likeliest tokens that together
+        reach it are drawn from, and always the likeliest (Holtzman et al. 2020, "nucleus sampling").
+      seeds: uint32 [B], the seed of each row's request.
     """
 
     temperature: Array | np.ndarray
@@ -30,16 +30,20 @@ class Sampling(NamedTuple):
 
 
 def sample(logits_BSV: Array, sampling: Sampling | None, positions_BS: Array) -> Array:
-    """Choose tokens, int32 [B, S], that are to stand at ``positions_BS``; without ``sampling`` the likeliest.
+    """Choose the tokens at ``positions_BS``, int32 [B, S]; without ``sampling`` the likeliest ones.
 
-    That is another program, for the host knows of it: a branch would let a GPU wait for the host in every step, and
-    sorting a vocabulary takes longer than many a model's step.
+    Whether ``sampling`` is None is known when a program is compiled, so there are two programs: a branch
+    inside one would make a GPU wait for the host in every step, and sorting a vocabulary takes longer than a
+    step of many models.
     """
     return choose(logits_BSV, sampling, positions_BS)[0]
 
 
 def choose(logits_BSV: Array, sampling: Sampling | None, positions_BS: Array) -> tuple[Array, Array]:
-    """Return what ``sample`` does, and whether all logits of each are numbers, bool [B, S]; else the token is any."""
+    """Return the tokens of ``sample``, and whether all logits of each are finite, bool [B, S].
+
+    Where they are not, the token is arbitrary.
+    """
     greedy_BS, finite_BS = likeliest(logits_BSV)
     if sampling is None:
         return greedy_BS, finite_BS
@@ -54,13 +58,14 @@ def choose(logits_BSV: Array, sampling: Sampling | None, positions_BS: Array) ->
 
 
 def likeliest(logits: Array) -> tuple[Array, Array]:
-    """Find the first of the largest, and whether all are numbers, in one pass over the vocabulary.
+    """Find the first of the largest logits, and whether all logits are finite, in one pass over the vocabulary.
 
     Args:
       logits: float32 [..., V].
 
     Returns:
-      int32 [...], any token where not all are finite; and bool [...].
+      int32 [...], the token, which is arbitrary where not all logits are finite; and bool [...], whether they
+      are.
     """
     token = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
 
@@ -74,7 +79,7 @@ def likeliest(logits: Array) -> tuple[Array, Array]:
 
 
 def uniforms(seeds_B: Array, positions_BS: Array) -> Array:
-    """Return numbers in [0, 1) that follow from seed and position, float32 [B, S]."""
+    """Return random numbers in [0, 1) that depend only on seed and position, float32 [B, S]."""
 
     def one(seed: Array, position: Array) -> Array:
         return jax.random.uniform(jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position))
@@ -83,16 +88,16 @@ def uniforms(seeds_B: Array, positions_BS: Array) -> Array:
 
 
 def draw(logits: Array, temperature: Array, top_p: Array, uniform: Array) -> Array:
-    """Invert the distribution function, tokens in falling order of probability; equal ones by number.
+    """Sample by inverting the distribution function over tokens in falling order of probability; equal ones by number.
 
     Args:
       logits: float32 [..., V].
       temperature: float32 [...]; where it is not positive the result means nothing.
       top_p: float32 [...].
-      uniform: float32 [...] in [0, 1).
+      uniform: float32 [...], random numbers in [0, 1).
 
     Returns:
-      int32 [...].
+      The tokens, int32 [...].
     """
     order = jnp.argsort(-logits, axis=-1, stable=True)
     falling = jnp.take_along_axis(logits, order, axis=-1)
@@ -102,7 +107,7 @@ def draw(logits: Array, temperature: Array, top_p: Array, uniform: Array) -> Arr
     kept = (before < top_p[..., None]) | (jnp.arange(logits.shape[-1]) == 0)
     probs = jnp.where(kept, probs, 0)
     total = jnp.cumsum(probs, axis=-1)
-    # The last kept one takes what rounding leaves over.
+    # The last token that is kept takes the probability that rounding leaves over.
     place = jnp.sum(total <= (uniform[..., None] * total[..., -1:]), axis=-1, dtype=jnp.int32)
     place = jnp.minimum(place, jnp.sum(kept, axis=-1, dtype=jnp.int32) - 1)
     return jnp.take_along_axis(order, place[..., None], axis=-1)[..., 0].astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""How likely a model finds tokens: log-probabilities of its own logits, before temperature and top_p.
+"""Scores of tokens: their log-probabilities by the model's own logits, before temperature and top_p.
 
 Shape suffixes: B rows, S tokens of a row, K likeliest tokens, V vocabulary.
 """
@@ -11,16 +11,17 @@ import jax.numpy as jnp
 from jax import Array
 
 MOST = 20
-"""Likeliest tokens that can be told beside one."""
+"""The largest number of likeliest tokens that a score can list."""
 
 
 class Score(NamedTuple):
     """One token of a text.
 
     Attributes:
-      token: its number.
-      logprob: its natural logarithm of the probability that the model gives it behind all before it.
-      likeliest: the likeliest tokens there, each with its own, the likeliest first.
+      token: the token's number.
+      logprob: the natural logarithm of the probability that the model gives the token after all tokens before
+        it.
+      likeliest: the likeliest tokens at its position, each with its own logprob, the likeliest first.
     """
 
     token: int
@@ -29,12 +30,12 @@ class Score(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """Of tokens on the device.
+    """The scores of tokens as arrays, on the device.
 
     Attributes:
-      logprobs: float32 [B, S], of the tokens.
-      likeliest: int32 [B, S, K], the likeliest there, in falling order.
-      likeliest_logprobs: float32 [B, S, K].
+      logprobs: float32 [B, S], the log-probabilities of the tokens.
+      likeliest: int32 [B, S, K], the likeliest tokens at each position, in falling order.
+      likeliest_logprobs: float32 [B, S, K], the log-probabilities of those.
     """
 
     logprobs: Array
@@ -42,7 +43,7 @@ class Scores(NamedTuple):
     likeliest_logprobs: Array
 
     def of(self, row: int, start: int, tokens: list[int], num_likeliest: int) -> Iterator[Score]:
-        """What was found of a row's tokens from a place on, once it is on the host."""
+        """Yield the scores of a row's tokens from index ``start`` on; the arrays must be on the host."""
         for place, token in enumerate(tokens, start):
             numbers = self.likeliest[row, place, :num_likeliest].tolist()
             logprobs = self.likeliest_logprobs[row, place, :num_likeliest].tolist()
@@ -51,7 +52,7 @@ class Scores(NamedTuple):
 
 
 def score(logits_BSV: Array, tokens_BS: Array) -> Scores:
-    """Find out how likely tokens are by the logits at their places."""
+    """Compute the scores of tokens from the logits at their positions."""
     logprobs_BSV = jax.nn.log_softmax(logits_BSV.astype(jnp.float32), axis=-1)
     own_BS = jnp.take_along_axis(logprobs_BSV, tokens_BS[..., None], axis=-1)[..., 0]
     best_BSK, likeliest_BSK = jax.lax.top_k(logprobs_BSV, min(MOST, logits_BSV.shape[-1]))

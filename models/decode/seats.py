@@ -1,7 +1,7 @@
-"""Who waits, who sits where, and which blocks of the cache each has; nothing here is computed by a model.
+"""The queue of requests, their slots, and the blocks of the cache that each owns; nothing here runs a model.
 
-A request takes blocks for all it may ever need when it is let in, so that none that has begun can run out of room (Yu
-et al. 2022, "Orca"). On a mesh it stays on the device that let it in.
+When a request is admitted it takes all blocks that it may ever need, so that no request can run out of room
+after it has begun (Yu et al. 2022, "Orca"). On a mesh it stays on the device that admitted it.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from models.decode.scores import Score
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """A text on its way: what was asked, its blocks, and how far it is."""
+    """A request that is served or waits: its prompt and parameters, its blocks, and how far it is."""
 
     id: int
     prompt: np.ndarray
@@ -27,40 +27,41 @@ class Request:
     blocks: list[int] = dataclasses.field(default_factory=list)
     num_cached: int = 0  # positions in the cache
     tokens: list[int] = dataclasses.field(default_factory=list)
-    num_unread: int = 0  # steps begun that give it tokens, of which the host has not heard
+    num_unread: int = 0  # steps started that give it tokens, whose results the host has not read
     num_drafted: int = 0
     num_accepted: int = 0
     num_reused: int = 0
-    scores: list[Score] = dataclasses.field(default_factory=list)  # of the prompt and then of tokens
+    scores: list[Score] = dataclasses.field(default_factory=list)  # first the prompt's, then those of tokens
     ended: bool = False
 
     @property
     def decodes(self) -> bool:
-        """Whether the next step is to give it a token, for all that the host knows."""
+        """Whether the next step is to give it a token, as far as the host knows."""
         return self.num_cached >= len(self.prompt) and self.num_to_come < self.params.max_tokens
 
     @property
     def num_to_come(self) -> int:
-        """Tokens there are when all steps that were begun have been heard of; with drafts, at least."""
+        """The number of tokens it has once the results of all started steps are read; with drafts, at least that."""
         return len(self.tokens) + self.num_unread
 
     @property
     def room(self) -> int:
-        """Positions that it may take: the last token is not fed to anybody."""
+        """The largest number of positions that it takes; one less than its tokens, because the last is never fed."""
         return len(self.prompt) + self.params.max_tokens - 1
 
 
 Fill = Callable[[Sequence[int], int, Sequence[bytes]], int]
-"""A function of a request's blocks, how many at the front are filled, and their keys: how many are filled then."""
+"""A function that fills blocks: given a request's blocks, the number of them at the front that are filled, and
+their keys, it returns how many at the front are then filled."""
 
 
 class Seats:
-    """The slots of all devices, their blocks, and who waits for one.
+    """The slots of all devices, their blocks, and the queue of requests that wait for a slot.
 
     Args:
-      limits: of all devices together.
-      num_devices: that have slots, equally many each.
-      num_halves: into which a device's slots are cut.
+      limits: the limits of all devices together.
+      num_devices: the number of devices, which have equally many slots.
+      num_halves: the number of equal parts of a device's slots, 1 or 2.
       ahead: see ``keys_of``.
     """
 
@@ -72,11 +73,11 @@ class Seats:
         self._num_devices, self._num_halves = num_devices, num_halves
 
     def admit(self, fill: Fill) -> None:
-        """First come, first served: a small one does not overtake one that waits for room."""
+        """Give waiting requests slots, first come, first served: a small one does not overtake one that lacks room."""
         while self.waiting and None in self.slots:
             request = self.waiting[0]
-            # The last token is fed in any case: its logits are wanted.
-            # Latents that others made do not tell how likely the tokens are that were fed for them.
+            # The prompt's last token is always fed, because its logits are needed.
+            # Latents alone do not give the scores of the prompt's tokens, so a scored prompt reuses none.
             keys = [] if request.params.score_prompt else self.keys(request, len(request.prompt) - 1)
             need = -(-request.room // self._limits.block_size)
             for device in self._best_first(keys):
@@ -90,7 +91,7 @@ class Seats:
             self.slots[self._seat(device)] = request
 
     def _best_first(self, keys: Sequence[bytes]) -> list[int]:
-        """Devices with a free slot: first those that know most of a prompt's beginning, then those with most room."""
+        """Devices with a free slot, sorted by how much of a prompt's beginning they hold, then by their free blocks."""
         free = [device for device in range(self._num_devices) if None in self.slots_of(device)]
         return sorted(free, key=lambda d: (-self.blocks.num_known(keys, d), -self.blocks.num_free(d)))
 
@@ -106,13 +107,13 @@ class Seats:
         return device * self._size + slots.index(None, start)
 
     def keys(self, request: Request, num_fed: int) -> list[bytes]:
-        """The keys of the whole blocks among the first positions of a request."""
+        """The keys of the whole blocks among the first ``num_fed`` positions of a request."""
         text = [*request.prompt, *request.tokens]
         keys = keys_of(text, self._limits.block_size, ahead=self._ahead)
         return keys[: num_fed // self._limits.block_size]
 
     def leave(self, request: Request) -> None:
-        """Free what a request has, or its place among those who wait."""
+        """Free a request's slot and blocks, or remove it from the queue."""
         if request in self.waiting:
             self.waiting.remove(request)
             return
@@ -120,9 +121,10 @@ class Seats:
         self.blocks.give_back(request.blocks)
 
     def tables(self, requests: Sequence[Request | None], num_positions: int) -> np.ndarray:
-        """The blocks of so many positions of each, int32 [B, M], M the least of ``Limits.table_sizes`` that holds them.
+        """The blocks of each request's first ``num_positions`` positions, int32 [B, M].
 
-        Attention reads all that a table has room for: so a step takes as long as what is used.
+        M is the smallest of ``Limits.table_sizes`` that holds them: attention reads all positions that a
+        table has room for, so a step takes longer only as texts get longer.
         """
         need = -(-num_positions // self._limits.block_size)
         size = next(size for size in self._limits.table_sizes if size >= need)
@@ -131,4 +133,4 @@ class Seats:
             if request is not None:
                 blocks = request.blocks[:size]
                 tables[row, : len(blocks)] = blocks
-        return tables % self.blocks.part_size  # a device counts its own
+        return tables % self.blocks.part_size  # each device numbers its own blocks from 0

@@ -1,4 +1,6 @@
-"""The two programs that serving runs, pure functions of weights, cache and rows: a chunk of prompts, a step of decode.
+"""The two programs that serving runs, prefill of a chunk of prompts and a step of decode.
+
+Both are pure functions of weights, cache and rows.
 
 Shape suffixes: B rows, S new tokens of a row, D model dim.
 """
@@ -17,13 +19,14 @@ from models.decode.scores import Scores, score
 
 
 class Prefilled(NamedTuple):
-    """What a chunk of prompts gave.
+    """The results of one chunk of prompts.
 
     Attributes:
-      tokens: int32 [B], to stand behind a row's last token.
-      finite: bool [B], whether all its logits are numbers.
+      tokens: int32 [B], the token that follows a row's last one.
+      finite: bool [B], whether all logits of that token are finite.
       drafts: int32 [B], a guess at the token after that; -1 without drafts.
-      scores: of the token behind each of the rows' [B, S]; None if they were not asked for.
+      scores: the scores of the token that follows each of the rows' tokens [B, S]; None if they were not
+        asked for.
     """
 
     tokens: Array
@@ -33,16 +36,16 @@ class Prefilled(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """What a step of decode gave.
+    """The results of one step of decode.
 
     Attributes:
-      tokens: int32 [B, S], to stand behind each of a row's tokens.
-      accepted: int32 [B], how many of them count: one, and one more for a draft that was right; 0 of rows that were
-        fed nothing.
-      fed: int32 [B], tokens that a row was fed; the second is a draft.
-      finite: bool [B], whether the logits of all that count are numbers.
-      drafts: int32 [B], a guess at the token after those; -1 without drafts.
-      scores: of ``tokens``; None if they were not asked for.
+      tokens: int32 [B, S], the token that follows each of a row's tokens.
+      accepted: int32 [B], how many of ``tokens`` count: one, and one more for a draft that was right; 0 for
+        rows that were fed nothing.
+      fed: int32 [B], the number of tokens that a row was fed; the second is a draft.
+      finite: bool [B], whether the logits of all tokens that count are finite.
+      drafts: int32 [B], a guess at the token after those that count; -1 without drafts.
+      scores: the scores of ``tokens``; None if they were not asked for.
     """
 
     tokens: Array
@@ -67,14 +70,15 @@ def prefill(
     """Take in the next chunk of prompts.
 
     Args:
-      model: the functions.
-      drafting: whether drafts are wanted, so that their layer's latents are kept as well.
-      scoring: whether it is to be told how likely tokens are, for which the logits of all places are computed.
+      model: the model's functions.
+      drafting: whether to draft; then the latents of the draft module's layer are returned as well.
+      scoring: whether to score tokens, for which the logits of all positions are computed.
       weights: as ``model.prepare`` made them.
-      cache: see ``init_cache``; it is read alone.
-      rows: the chunk.
-      follow: int32 [B], of each row the prompt's token behind the chunk; -1 where the prompt ends with it.
-      sampling: of the rows; None if all take the likeliest token.
+      cache: see ``init_cache``; it is only read.
+      rows: the tokens of the chunk.
+      follow: int32 [B], the prompt's token after the chunk, for each row; -1 where the prompt ends with the
+        chunk.
+      sampling: the sampling of the rows; None if all take the likeliest token.
       before: rows that come before these and are not in the cache yet.
     """
     x_BSD, made = model.forward(weights, cache, rows, before)
@@ -104,10 +108,11 @@ def decode(
     rows: Rows,
     sampling: Sampling | None,
 ) -> tuple[Decoded, Made]:
-    """Feed each row its newest token and, of two, a draft of the next; see ``prefill``.
+    """Feed each row its newest token and, where rows have two tokens, a draft of the next; see ``prefill``.
 
-    A draft counts if it is what would have been chosen anyway: by sampling that depends on nothing but logits, seed and
-    position, what comes out is what comes out without drafts (Leviathan et al. 2023, of one that is certain).
+    A draft counts if the same token would have been chosen without it. Sampling depends only on logits, seed
+    and position, so the text is the same as without drafts (Leviathan et al. 2023, for a draft model that is
+    certain).
     """
     x_BSD, made = model.forward(weights, cache, rows)
     logits_BSV = model.logits(weights, x_BSD)
@@ -137,12 +142,12 @@ def _drafts(
     last_B: Array,
     before: Before | None = None,
 ) -> tuple[Array, Made]:
-    """The likeliest token behind those that are fed to the module, whose latents all are kept."""
+    """The likeliest token after a row's last one, by the draft module, and what its layer made of all tokens."""
     x_BSD, made = model.draft(weights, cache, rows, x_BSD, before)
     logits_B1V = model.draft_logits(weights, _at(x_BSD, last_B))
     return jnp.argmax(logits_B1V[:, 0], axis=-1).astype(jnp.int32), made
 
 
 def _at(x_BSD: Array, index_B: Array) -> Array:
-    """Each row's x at one place, [B, 1, D]."""
+    """Each row's x at its own index, [B, 1, D]."""
     return jnp.take_along_axis(x_BSD, index_B[:, None, None], axis=1)

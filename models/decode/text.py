@@ -1,4 +1,4 @@
-"""Tokens to text as they come."""
+"""Turn tokens into text one by one, as they are generated."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -7,23 +7,23 @@ import numpy as np
 
 
 class Text(Protocol):
-    """What turns text into tokens and back; ``models.weights.Tokenizer`` is one."""
+    """An object that turns text into tokens and back; ``models.weights.Tokenizer`` is one."""
 
     def encode(self, text: str) -> np.ndarray:
         """Return a text's tokens, int [S]."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens; bytes that are no character show as U+FFFD."""
+        """Return the text of tokens; bytes that form no character become U+FFFD."""
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes that a token stands for, which may be a part of a character's."""
+        """Return the bytes that a token stands for, which may be only a part of a character."""
 
 
 class Bytes:
-    """Tokens are the bytes of UTF-8."""
+    """The ``Text`` whose tokens are the bytes of UTF-8."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Return a text's bytes, int32 [S]. Raises UnicodeEncodeError for half a surrogate pair, which is no text."""
+        """Return a text's bytes, int32 [S]. Raises UnicodeEncodeError for half a surrogate pair, which has no bytes."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -35,14 +35,14 @@ class Bytes:
 
 
 class Stream:
-    """The text of a growing list of tokens, given out where it can no longer change.
+    """The text of a growing list of tokens, returned part by part as soon as it can no longer change.
 
-    A character may take several tokens, and a tokenizer may treat the first one of a text its own way, so new tokens
-    are decoded behind those given out before.
+    A character may take several tokens, and a tokenizer may treat the first token of a text in a special way,
+    so new tokens are decoded together with those before them.
     """
 
     PATIENCE = 8
-    """Tokens after which what is no character is taken to be none."""
+    """The number of tokens after which bytes that form no character are no longer held back."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]):
         self._decode = decode
@@ -50,7 +50,7 @@ class Stream:
         self._context, self._given = 0, 0
 
     def push(self, token: int) -> str:
-        """Return what one more token makes certain, perhaps nothing."""
+        """Add a token; return the text that can no longer change, perhaps none."""
         self._tokens.append(token)
         end, now = len(self._tokens), self._decode(self._tokens[self._context :])
         if now.endswith("\ufffd"):
@@ -64,28 +64,28 @@ class Stream:
         return self._give(len(self._tokens), self._decode(self._tokens[self._context :]))
 
     def _num_begun(self, now: str) -> int:
-        """How many tokens at the end may be the beginning of one character."""
-        for number in range(3, 0, -1):  # of its four bytes
+        """The number of tokens at the end that may be the beginning of one character."""
+        for number in range(3, 0, -1):  # a character has at most four bytes
             ahead = self._decode(self._tokens[self._context : -number])
             if self._decode(self._tokens[-number:]) == "\ufffd" and ahead + "\ufffd" == now:
                 return number
         return 0
 
     def _give(self, end: int, now: str) -> str:
-        """What is new in the text ``now`` of the tokens up to ``end``."""
+        """Return the new part of ``now``, the text of the tokens up to ``end``, and mark them as returned."""
         before = self._decode(self._tokens[self._context : self._given])
         self._context, self._given = self._given, end
         return now[len(before) :]
 
 
 class Offsets:
-    """Where tokens stand in the text that they are: how many of its characters lie before each.
+    """The offset of each token in its text: the number of characters before it.
 
-    A token that is a part of a character stands where that does.
+    A token that is a part of a character has the offset of that character.
     """
 
     NEAR = 8
-    """Tokens that are decoded to see what one more adds."""
+    """The number of tokens before a new one that are decoded again, to see what it adds to the text."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]):
         self._decode = decode
@@ -95,7 +95,8 @@ class Offsets:
     def push(self, token: int) -> int:
         before, self._near = self._decode(self._near), [*self._near, token]
         now = self._decode(self._near)
-        # Of an unfinished character there is U+FFFD, which then gives way to it, or stands for one more of its bytes.
+        # An unfinished character is U+FFFD. The next token replaces that by the character, or leaves it as it
+        # is because it only adds one more of the character's bytes.
         another = not now.startswith(before) or (now == before and bool(self._decode([token])))
         found = self._length - (before.endswith("\ufffd") and another)
         self._length += len(now) - len(before)
