@@ -1,4 +1,4 @@
-"""The HTTP side: routes, what is refused, streams, clients that go away."""
+"""The HTTP side: routes, refused requests, streams, and clients that disconnect."""
 
 import asyncio
 import contextlib
@@ -30,7 +30,8 @@ from models.serve.runner import Runner
 from models.serve.shapes import Chats, Completions, Shape
 
 SLOW_READER = 5.0
-"""Seconds more than for the answer itself, after which a stream that its client does not read is given up."""
+"""The seconds beyond the limit for the answer itself after which a stream that its client does not read is
+given up."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,10 +39,10 @@ class Served:
     """The model as clients see it.
 
     Attributes:
-      name: by which they ask for it.
-      text: its tokens' writing; used by several threads.
-      stop: tokens that end a text.
-      chat: makes tokens of messages; None of a model that was not trained for them.
+      name: the name by which clients ask for it.
+      text: its tokenizer, which several threads use.
+      stop: the tokens that end a text.
+      chat: a function from messages to tokens; None for a model that was not trained for chats.
     """
 
     name: str
@@ -59,8 +60,8 @@ def make_app(
 ) -> Starlette:
     """Return the ASGI application; it starts the runner when it starts, and closes it when it ends.
 
-    ``hosts`` are the names that requests may be for, None for any, and ``keys`` those that let in, none if there are
-    none; see ``Gate``.
+    ``hosts`` are the names that requests may be for, None for any. ``keys`` are the keys of which a request
+    must carry one; without any, requests need no key. See ``Gate``.
     """
     metrics = Metrics(runner)
 
@@ -97,7 +98,7 @@ def make_app(
         runner.check_open()
         body = await _body(request, limits)
         seconds = limits.answer_seconds
-        # Tokens are made of text in another thread: a long one, or a chat template, takes its time.
+        # Another thread makes the tokens, because a long text or a chat template may take long.
         try:
             async with asyncio.timeout(seconds):
                 asked, wanted, shape = await asyncio.to_thread(prepare, body, runner, served, limits)
@@ -119,7 +120,9 @@ def make_app(
     handlers: dict[Any, Callable[..., Any]] = {
         Refused: _refusal,
         HTTPException: _no_such_route,
-        ClientDisconnect: lambda request, error: Response(status_code=499),  # nobody reads it
+        ClientDisconnect: lambda request, error: Response(
+            status_code=499
+        ),  # the client does not read it any more
         Exception: _our_fault,
     }
     gates = [
@@ -175,7 +178,7 @@ def _wanted(
     *,
     score_prompt: bool = False,
 ) -> list[Wanted]:
-    """Each prompt ``n`` times, with seeds one after the other. Raises Refused for what can never be made."""
+    """Each prompt ``n`` times, with consecutive seeds. Raises Refused for a text that can never be generated."""
     num = len(prompts) * asked.n
     if num > limits.max_choices:
         raise Refused(
@@ -226,12 +229,15 @@ def _check_name(name: str, served: Served) -> None:
 
 async def _body(request: Request, limits: HttpLimits) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":  # a page of another site may send others without asking
+    if (
+        kind != "application/json"
+    ):  # browsers let pages of other sites send other types without asking the server
         raise Refused(415, f"content-type is {kind or 'missing'}, must be application/json")
     too_much = Refused(
         413, f"the body is larger than the server's limit of {limits.max_bytes} bytes: ask for less at once"
     )
-    if int(request.headers.get("content-length", 0)) > limits.max_bytes:  # digits, or uvicorn had refused it
+    # The header holds digits: uvicorn refuses a request if it does not.
+    if int(request.headers.get("content-length", 0)) > limits.max_bytes:
         raise too_much
     parts, size = [], 0
     try:
@@ -242,7 +248,7 @@ async def _body(request: Request, limits: HttpLimits) -> bytes:
                     raise too_much
                 parts.append(part)
     except TimeoutError:
-        # The rest of it is not waited for: who sends a byte now and then would hold the connection.
+        # Do not wait for the rest: a client that sends a byte now and then would keep the connection.
         raise Refused(
             408,
             f"the body did not arrive within {limits.upload_seconds:g} s",
@@ -252,7 +258,7 @@ async def _body(request: Request, limits: HttpLimits) -> bytes:
 
 
 class _Answer:
-    """An answer that is still being made: a response of ASGI that ends its job in any case."""
+    """An ASGI response for an answer that is still being generated; it ends its job in any case."""
 
     def __init__(self, job: Job, asked: CompletionAsked | ChatAsked, shape: Shape, limits: HttpLimits):
         self._job, self._asked, self._shape = job, asked, shape
@@ -264,7 +270,7 @@ class _Answer:
             async with asyncio.timeout(self._seconds):
                 await _while_connected(receive, make)
         except (ClientDisconnect, TimeoutError):
-            pass  # nobody listens
+            pass  # the client does not read any more
         finally:
             self._job.cancel()
 
@@ -274,7 +280,8 @@ class _Answer:
 
     async def _stream(self, send: Send) -> None:
         events = self._events()
-        # Until there is a first, a failure has a status of its own, and a balancer may ask another server.
+        # An error before the first event gets an HTTP status of its own, and a balancer may ask another
+        # server.
         first = await anext(events)
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -289,7 +296,7 @@ class _Answer:
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
         with_usage = self._asked.stream_options.include_usage
-        none: dict[str, Any] = {"usage": None} if with_usage else {}  # the others say that they have none
+        none: dict[str, Any] = {"usage": None} if with_usage else {}  # of all events but the last
         async for piece in self._job.pieces():
             for event in self._shape.events(piece):
                 yield event | none
@@ -302,7 +309,7 @@ def _event(body: dict[str, Any]) -> bytes:
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Raises ClientDisconnect, and the work is cancelled, once the client has gone."""
+    """Run the work; once the client has disconnected, cancel it and raise ClientDisconnect."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":

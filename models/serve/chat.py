@@ -1,4 +1,4 @@
-"""Messages as the text that a model was trained to answer, by its checkpoint's own template."""
+"""Turn messages into the text that a model was trained to answer, by its checkpoint's own template."""
 
 import datetime
 import json
@@ -16,19 +16,20 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from models.serve.errors import Refused
 
 MAX_TURNS = 10_000_000
-"""Turns of loops and calls after which a template is not waited for: some seconds."""
+"""The number of turns of loops and of calls after which a template is stopped; it takes some seconds."""
 
 
 class Chat:
     """A checkpoint's chat template, Jinja as ``transformers`` reads it, in a sandbox.
 
     Args:
-      template: its text.
-      names: what it calls special tokens, such as "bos_token", and what these are in texts.
-      encode: makes tokens of what it writes, and adds none.
+      template: the template's text.
+      names: the names of special tokens in the template, for example "bos_token", and the texts of these
+        tokens.
+      encode: a function from the text that the template writes to tokens; it must add no tokens of its own.
 
     Raises:
-      ValueError: it is not Jinja.
+      ValueError: the template is not Jinja.
     """
 
     def __init__(self, template: str, names: Mapping[str, str], encode: Callable[[str], np.ndarray]):
@@ -37,27 +38,30 @@ class Chat:
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         try:
             self._template = environment.from_string(template)
-        except (jinja2.TemplateError, SyntaxError) as error:  # a break outside a loop is one of Python's
+        except (
+            jinja2.TemplateError,
+            SyntaxError,
+        ) as error:  # a break outside a loop raises Python's SyntaxError
             raise ValueError(f"the chat template is not Jinja: {error}") from None
         self._names, self._encode = dict(names), encode
 
     def write(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """The text that the model goes on with.
+        """The text that the model continues.
 
         Raises:
-          Refused: 400, the template takes no such messages.
+          Refused: 400, the template does not accept these messages.
         """
         try:
             return self._template.render(
                 messages=messages, add_generation_prompt=True, tools=None, **self._names
             )
-        except Exception as error:  # a template is somebody's program, and fails in any way
+        except Exception as error:  # a template is a foreign program, and may raise anything
             raise Refused(
                 400, f"messages: the model's chat template refuses them: {error}", param="messages"
             ) from None
 
     def __call__(self, messages: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        """The tokens that the model goes on with, int32 [S]. Raises Refused as ``write``."""
+        """The tokens that the model continues, int32 [S]. Raises Refused like ``write``."""
         try:
             return self._encode(self.write(messages))
         except UnicodeEncodeError as error:
@@ -65,7 +69,7 @@ class Chat:
 
 
 class _Counting(Context):
-    """What a template knows while it is rendered once, and how many turns of its loops and calls that took."""
+    """The context of one rendering of a template; it counts the turns of loops and the calls."""
 
     num_turns = 0
 
@@ -79,7 +83,7 @@ class _Counting(Context):
 
 
 class _Bounded(ImmutableSandboxedEnvironment):
-    """A sandbox in which every rendering ends: nobody can end a thread from outside."""
+    """A sandbox in which every rendering ends; that is needed because a thread cannot be stopped from outside."""
 
     context_class = _Counting
 
@@ -90,7 +94,8 @@ class _Bounded(ImmutableSandboxedEnvironment):
             )
         return super()._generate(source, *args, **options)
 
-    # Named as in its base: what a template calls may have arguments of any name.
+    # The arguments are named as in the base class, because what a template calls may have arguments of any
+    # name.
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         assert isinstance(__context, _Counting)
         __context.count()
@@ -100,7 +105,7 @@ class _Bounded(ImmutableSandboxedEnvironment):
 
 
 _TURNS = "turns of a loop"
-"""Name of a filter that no template can write."""
+"""The name of the filter that counts turns; it has spaces, so that no template can use it."""
 
 
 @jinja2.pass_context
@@ -111,7 +116,8 @@ def _turns(context: _Counting, items: Iterable[Any]) -> Iterator[Any]:
 
 
 class _Generation(Extension):
-    """``{% generation %}`` around what the assistant said: it marks that for training, and writes what is in it."""
+    """``{% generation %}`` around an assistant's message: it marks the message for training; here only its
+    content is written."""
 
     tags = {"generation"}  # noqa: RUF012 as its base has it
 

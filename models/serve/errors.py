@@ -1,18 +1,18 @@
-"""What a client is told when it does not get what it asked for."""
+"""The errors that a client gets as answers."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 class Refused(Exception):
-    """An answer that is an error, in OpenAI's shape.
+    """An answer that is an error, in OpenAI's format.
 
     Args:
-      status: of HTTP.
-      message: what was given, what is needed, what to do.
-      param: which part of the request is meant.
-      code: a word for programs.
-      headers: of the answer.
+      status: the HTTP status.
+      message: a text that says what was given, what is needed and what to do.
+      param: the parameter of the request that is wrong; None if no single one is.
+      code: a word by which programs recognise the error.
+      headers: the headers of the answer.
     """
 
     def __init__(

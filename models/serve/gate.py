@@ -1,4 +1,4 @@
-"""Who is let in: connections that say what they want in time, and pages of this host alone."""
+"""Access to the server: limits on connections, the hosts that requests may name, and keys."""
 
 import asyncio
 import secrets
@@ -17,7 +17,7 @@ from models.serve.limits import HttpLimits
 
 
 def guarded(limits: HttpLimits) -> type[H11Protocol]:
-    """Uvicorn's connections with limits: on the time for a request's headers, and on how many one address may hold."""
+    """Uvicorn's connection class, with limits on the time for a request's headers and on connections by address."""
 
     class Guarded(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
@@ -35,7 +35,7 @@ def guarded(limits: HttpLimits) -> type[H11Protocol]:
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
-            # Idle: a request has begun, or another on a connection that is kept.
+            # Idle: the headers of a request, perhaps a later one of a kept connection, are not complete yet.
             if self.conn.their_state is h11.IDLE:
                 self._wait_for_headers()
             elif self._timer is not None:
@@ -69,13 +69,13 @@ def guarded(limits: HttpLimits) -> type[H11Protocol]:
 
 
 class Gate:
-    """An application that answers requests for its own host alone.
+    """An application that answers only requests for its own host.
 
-    A name of someone else's may be made to lead here, and then a page of theirs that a browser shows could ask as if it
-    were ours (DNS rebinding).
+    The owner of another name may make it resolve to this machine; then a page of that site in a browser could
+    send requests as if it were a page of ours (DNS rebinding).
 
-    ``hosts`` are the names that requests may be for, without a port; None for any. If there are ``keys``, whoever asks
-    below /v1 has to have one of them.
+    ``hosts`` are the names that requests may be for, without a port; None for any. If there are ``keys``,
+    requests below /v1 must carry one of them.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None, keys: Collection[str] = ()):
@@ -97,7 +97,7 @@ class Gate:
         if origin is not None and _name(origin) != host and _name(origin) not in (self._hosts or ()):
             return Refused(403, f"pages of {origin!r} may not ask here; --allow-host lets them")
         if self._keys and path.startswith("/v1"):
-            sent = headers.get("authorization", "").encode("latin-1")  # the bytes that were sent
+            sent = headers.get("authorization", "").encode("latin-1")  # the bytes as they were sent
             scheme, _, key = sent.partition(b" ")
             ours = any([secrets.compare_digest(key.strip(), one) for one in self._keys])
             if scheme.lower() != b"bearer" or not ours:

@@ -1,4 +1,4 @@
-"""The texts that one request asks for, piece by piece."""
+"""The texts that one request asks for, returned piece by piece."""
 
 import asyncio
 import functools
@@ -15,7 +15,7 @@ from models.serve.runner import Runner
 
 
 class Wanted(NamedTuple):
-    """A text to be made: what it goes on with, how, and what is told ahead of it."""
+    """A text to generate: its prompt, its parameters, and the text that is returned ahead of it."""
 
     prompt: np.ndarray
     params: SamplingParams
@@ -23,7 +23,7 @@ class Wanted(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one of the texts goes on with, why it ends if it does, and how likely its tokens are if that is asked."""
+    """The next part of one of the texts, the reason if the text ends with it, and its tokens' scores if asked for."""
 
     choice: int
     text: str
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """Tokens of all texts together; of a prompt's, those that were in the cache."""
+    """The tokens of all prompts, of all texts, and of the prompts those that were found in the cache."""
 
     prompt: int
     completion: int
@@ -40,7 +40,10 @@ class Usage(NamedTuple):
 
 
 class Until:
-    """A text up to the word that is whole first, given out where it can no longer be the beginning of one."""
+    """A text up to its first stop word, returned as far as it can no longer be the beginning of one.
+
+    The first stop word is the one that ends first.
+    """
 
     def __init__(self, stops: Sequence[str]):
         self._stops = stops
@@ -48,7 +51,7 @@ class Until:
         self.reached = False
 
     def push(self, text: str) -> str:
-        """Return what more text makes certain, perhaps nothing."""
+        """Add text; return what can no longer be part of a stop word, perhaps nothing."""
         if self.reached:
             return ""
         self._held += text
@@ -62,14 +65,14 @@ class Until:
         return "" if self.reached else self._held
 
     def _num_doubtful(self) -> int:
-        """How many characters at the end may begin a word to stop at."""
+        """The number of characters at the end that may be the beginning of a stop word."""
         longest = min(len(self._held), max(map(len, self._stops), default=1) - 1)
         ends = (self._held[len(self._held) - size :] for size in range(longest, 0, -1))
         return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stops)), 0)
 
 
 def too_late(seconds: float) -> Refused:
-    """What is said of an answer that takes longer than the server's limit."""
+    """The error for an answer that takes longer than the server's limit."""
     return Refused(
         504,
         f"the answer took longer than the server's limit of {seconds:g} s: ask for fewer tokens, or again later",
@@ -90,9 +93,9 @@ class _Choice:
         return self._until.reached
 
     def take(self, tokens: Sequence[int], scores: Sequence[Score]) -> str:
-        """Return the text that tokens make certain; those behind the end are nobody's.
+        """Return the text that can no longer change with these tokens; tokens after a stop word are dropped.
 
-        Scores of the prompt come ahead of those of tokens; these are as many as tokens, or none.
+        Scores of the prompt come before those of tokens; there is one for each token, or none at all.
         """
         self.watch.heard(len(tokens))
         of_prompt = max(0, len(scores) - len(tokens))
@@ -110,7 +113,7 @@ class _Choice:
         return self._until.push(self._stream.finish()) + self._until.finish()
 
     def piece(self, index: int, text: str, reason: str | None) -> Piece:
-        """What is told next, with all that goes with it."""
+        """The next piece of the text, with the echo and the scores that were not returned yet."""
         found = Piece(index, self._ahead + text, reason, tuple(self._scores))
         self._ahead, self._scores = "", []
         return found
@@ -122,15 +125,15 @@ class _Choice:
 
 
 class Job:
-    """Texts that are being made; made in the event loop.
+    """The texts of one request while they are generated. Create it in the event loop.
 
     Args:
-      runner: who makes them.
-      asked: the texts.
-      decode: tokens to text.
-      stops: words at any of which a text ends; they are not part of it.
-      seconds: for all of it.
-      metrics: where it is counted.
+      runner: the runner that generates them.
+      asked: the texts to generate.
+      decode: a function from tokens to text.
+      stops: the words at which a text ends; they are not part of it.
+      seconds: the seconds that all texts together may take.
+      metrics: the metrics in which they are counted.
 
     Raises:
       Refused: see ``Runner.submit``.
@@ -164,7 +167,7 @@ class Job:
         self._news.put_nowait((index, tokens, scores, completion))
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """Give out the texts as they come, those of different ones among each other.
+        """Yield the pieces of all texts as they are generated, in no order between the texts.
 
         Raises:
           Refused: a text failed, or the time is up.
@@ -196,8 +199,8 @@ class Job:
     @property
     def usage(self) -> Usage:
         """The tokens of the prompt and of all texts, once they have ended."""
-        prompts = {id(one.prompt): len(one.prompt) for one in self._asked}  # several texts may go on with one
-        reused = dict(prompts)  # the first of them finds least, for the others find what it has left
+        prompts = {id(one.prompt): len(one.prompt) for one in self._asked}  # several texts may share a prompt
+        reused = dict(prompts)  # the least of a prompt's texts: the later ones find what the first has cached
         for one, choice in zip(self._asked, self._choices, strict=True):
             found = choice.completion.num_reused if choice.completion else 0
             reused[id(one.prompt)] = min(reused[id(one.prompt)], found)

@@ -5,18 +5,18 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class HttpLimits:
-    """What the server puts up with; the engine's own limits are ``models.decode.Limits``.
+    """The limits of the server for a client; the engine's own limits are ``models.decode.Limits``.
 
     Attributes:
-      max_bytes: of a request's body.
-      max_choices: texts that one request may ask for, prompts times ``n``.
-      header_seconds: for a request's headers to arrive.
-      connections_per_address: that one address may hold at the same time.
-      upload_seconds: for a request's body to arrive.
-      answer_seconds: for an answer, the waiting included.
+      max_bytes: the most bytes of a request's body.
+      max_choices: the most texts that one request may ask for, prompts times ``n``.
+      header_seconds: the seconds within which a request's headers must arrive.
+      connections_per_address: the most connections that one address may hold at the same time.
+      upload_seconds: the seconds within which a request's body must arrive.
+      answer_seconds: the seconds that an answer may take, including the time in the queue.
 
     Raises:
-      ValueError: a number that is not positive.
+      ValueError: a number is not positive.
     """
 
     max_bytes: int = 1 << 20

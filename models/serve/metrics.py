@@ -1,4 +1,4 @@
-"""What a server did, counted for Prometheus."""
+"""Metrics of a server, for Prometheus."""
 
 import time
 from collections.abc import Collection
@@ -50,7 +50,7 @@ class Metrics:
         )
 
     async def answer(self, request: Request) -> Response:
-        """All of them, in Prometheus' text format."""
+        """Answer a request with all metrics, in Prometheus' text format."""
         text = prometheus_client.generate_latest(self._registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
@@ -66,7 +66,7 @@ class Metrics:
 
 
 class Watch:
-    """When the tokens of one text came."""
+    """A clock for the tokens of one text, which reports their times to the metrics."""
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
@@ -75,7 +75,7 @@ class Watch:
         self._over = False
 
     def heard(self, number: int) -> None:
-        """So many tokens came at once."""
+        """Record that ``number`` tokens came at once."""
         now = time.perf_counter()
         if self._latest is None and number:
             self._metrics._first.observe(now - self._begun)
@@ -87,14 +87,14 @@ class Watch:
             self._latest = now
 
     def ended(self, reason: str, *, prompt: int, reused: int, made: int) -> None:
-        """The text ended; later ends are none."""
+        """Record that the text ended; only the first call counts."""
         if not self._over:
             self._over = True
             self._metrics._ended(reason, time.perf_counter() - self._begun, prompt, reused, made)
 
 
 class Counted:
-    """An application whose answers are counted by route and status; routes that there are none of, together."""
+    """An application whose answers are counted by route and status; unknown routes are counted together as "other"."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, routes: Collection[str]):
         self._app, self._metrics, self._routes = app, metrics, frozenset(routes)

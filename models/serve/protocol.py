@@ -1,4 +1,4 @@
-"""OpenAI's completions and chats: what may be asked for.
+"""OpenAI's completions and chats: the requests that a client may send.
 
 https://platform.openai.com/docs/api-reference/completions and .../chat
 """
@@ -16,7 +16,7 @@ Prompt = str | list[int]
 
 
 def _prompts(given: Any) -> list[Prompt]:
-    """One text, one list of tokens, or a list of either."""
+    """The prompts as a list, from one text, one list of tokens, or a list of either."""
     if isinstance(given, str) or _is_tokens(given):
         return [given]
     if isinstance(given, list) and (
@@ -27,7 +27,7 @@ def _prompts(given: Any) -> list[Prompt]:
 
 
 def _is_tokens(given: Any) -> bool:
-    """Empty lists too: the engine says what is wrong with them."""
+    """Whether it is a list of tokens, or an empty list: the engine says what is wrong with an empty prompt."""
     return isinstance(given, list) and all(type(token) is int and abs(token) < 2**31 for token in given)
 
 
@@ -57,7 +57,7 @@ class StreamOptions(_Strict):
 
 
 class _Asked(_Strict):
-    """What any request may say; what is not there is refused by name."""
+    """The parameters of any request; any other parameter is refused by its name."""
 
     model: str
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
@@ -68,14 +68,14 @@ class _Asked(_Strict):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     user: str = ""
-    # OpenAI's, of which only what changes nothing can be had:
+    # OpenAI's parameters that this server does not support: only the values that change nothing are accepted.
     frequency_penalty: Annotated[float, Field(ge=0, le=0)] = 0
     presence_penalty: Annotated[float, Field(ge=0, le=0)] = 0
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
 
 
 class CompletionAsked(_Asked):
-    """What a request for completions may say."""
+    """The parameters of a request for completions."""
 
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=MOST)
@@ -90,7 +90,7 @@ class CompletionAsked(_Asked):
 
 
 class TextPart(_Strict):
-    """A part of a message's content; there is only text."""
+    """A part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -105,19 +105,19 @@ class Message(_Strict):
 
     @property
     def text(self) -> str:
-        """Its content, parts one behind the other."""
+        """Its content, with the parts joined."""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
 class ChatAsked(_Asked):
-    """What a request for a chat may say. Without ``max_tokens`` a text may take all the room that there is."""
+    """The parameters of a request for a chat. Without ``max_tokens`` a text may take all positions that are left."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST)
-    # Of these, too, only what changes nothing.
+    # Not supported either: only the values that change nothing are accepted.
     tool_choice: Literal["none"] = "none"
     response_format: dict[Literal["type"], Literal["text"]] = {"type": "text"}
 
@@ -131,7 +131,7 @@ class ChatAsked(_Asked):
 
     @property
     def most(self) -> int | None:
-        """Tokens to be generated at most."""
+        """The largest number of tokens to generate; None for no limit of its own."""
         return self.max_tokens or self.max_completion_tokens
 
     @property
@@ -144,7 +144,7 @@ _Any = TypeVar("_Any", bound=_Asked)
 
 
 def parse(body: bytes, kind: type[_Any]) -> _Any:
-    """Read a request of a kind. Raises Refused, 400, that says what is wrong with it."""
+    """Read a request of the type ``kind``. Raises Refused, 400, with a message that says what is wrong with it."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:

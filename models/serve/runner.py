@@ -17,11 +17,12 @@ from models.decode.requests import check_request
 from models.serve.errors import Refused
 
 Hear = Callable[[Sequence[int], Sequence[Score], Completion | None], None]
-"""Called in the event loop with new tokens, how likely they are if that is asked, and, at the end, the completion."""
+"""A function that the event loop calls with new tokens, their scores if asked for, and, at the end, the
+completion."""
 
 
 class Steps(Protocol):
-    """What is run: ``models.decode.Engine``."""
+    """The interface of the engine that is run: ``models.decode.Engine``."""
 
     config: Config
     limits: Limits
@@ -51,12 +52,13 @@ class Steps(Protocol):
 
 @dataclasses.dataclass(eq=False)
 class Ticket:
-    """A text that is being made."""
+    """A text that is being generated, or waits."""
 
     prompt: np.ndarray
     params: SamplingParams
     hear: Hear
-    number: int = -1  # the engine's; the thread's alone, as are the tokens not told yet
+    # The engine's number. Only the thread uses it and the tokens and scores that were not passed on yet.
+    number: int = -1
     fresh: list[int] = dataclasses.field(default_factory=list)
     scores: list[Score] = dataclasses.field(default_factory=list)
 
@@ -65,13 +67,13 @@ class Runner:
     """An engine in a thread of its own. All public methods are called in the event loop.
 
     Args:
-      engine: nobody else's from now on.
-      max_waiting: texts that may wait while as many as the engine serves at once are being made.
+      engine: the engine, which nothing else may use from now on.
+      max_waiting: the number of texts that may wait, beyond those that the engine serves at the same time.
 
     Attributes:
-      failure: what ended the thread; None as long as all is well.
-      leaving: whether requests should be sent elsewhere, though they are still taken on.
-      on_failure: called in the event loop when that happens.
+      failure: the error that ended the thread; None if there was none.
+      leaving: whether clients should send requests elsewhere, though requests are still accepted.
+      on_failure: a function that is called in the event loop when the thread fails.
     """
 
     def __init__(self, engine: Steps, max_waiting: int):
@@ -81,45 +83,45 @@ class Runner:
         self.on_failure: Callable[[], None] = lambda: None
         self._engine = engine
         self._closing = False
-        self._tickets: set[Ticket] = set()  # the loop's: all that have not ended
+        self._tickets: set[Ticket] = set()  # of all texts that have not ended; only the event loop uses it
         self._none_open = asyncio.Event()
         self._none_open.set()
-        self._numbered: dict[int, Ticket] = {}  # the thread's
+        self._numbered: dict[int, Ticket] = {}  # only the thread uses it
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._step_began: float | None = None  # the thread's; others read it
+        self._step_began: float | None = None  # the thread writes it, others read it
         self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begin, in the event loop that is running."""
+        """Start the thread; call this in the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     @property
     def num_open(self) -> int:
-        """Texts that are being made or wait."""
+        """The number of texts that are being generated or wait."""
         return len(self._tickets)
 
     @property
     def num_running(self) -> int:
-        """Slots of the engine that texts have; those that wait have none."""
+        """The number of the engine's slots that texts have; texts that wait have none."""
         return self._engine.num_running
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks of the cache that texts have."""
+        """The number of blocks of the cache that texts have."""
         return self._engine.num_used_blocks
 
     @property
     def max_positions(self) -> int:
-        """Tokens of a text and its prompt at most."""
+        """The largest number of tokens of a text and its prompt together."""
         return self._engine.limits.max_positions
 
     def check(self, prompt: np.ndarray, params: SamplingParams) -> None:
-        """Find out whether a text can ever be made; from any thread. Raises RequestError if not."""
+        """Raise a RequestError if a text can never be generated. Any thread may call this."""
         check_request(prompt, params, self._engine.limits, self._engine.config.vocab)
 
     def alive(self, seconds: float) -> None:
-        """Raise Refused, 503, once the thread has failed or has been in one step for longer than so many seconds."""
+        """Raise Refused, 503, once the thread has failed or one step has taken longer than ``seconds``."""
         self._check_failure()
         began = self._step_began
         if began is not None and time.monotonic() - began > seconds:
@@ -133,7 +135,7 @@ class Runner:
             raise Refused(503, "the server will stop soon: ask another one", code="stopping")
 
     def check_open(self) -> None:
-        """Raise Refused, 503, once no more texts are taken on."""
+        """Raise Refused, 503, once no more texts are accepted."""
         self._check_failure()
         if self._closing:
             raise Refused(503, "the server is stopping: ask another one, or again later", code="stopping")
@@ -143,10 +145,10 @@ class Runner:
             raise Refused(503, "the engine has failed; the server ends", code="engine_failed")
 
     def submit(self, asked: Sequence[tuple[np.ndarray, SamplingParams, Hear]]) -> list[Ticket]:
-        """Take on all of these texts.
+        """Accept all of these texts, or none.
 
         Raises:
-          Refused: 429, and none taken on, if that would be more than there may be; 503 if there are no more to be.
+          Refused: 429, if there would be more texts than the limit; 503, if no more texts are accepted.
         """
         self.check_open()
         if self.num_open + len(asked) > self.max_open:
@@ -165,12 +167,12 @@ class Runner:
         return tickets
 
     def cancel(self, ticket: Ticket) -> None:
-        """End a text, which then completes as cancelled; one that has ended is left alone."""
+        """End a text, which then completes as cancelled; a text that has ended is left alone."""
         if ticket in self._tickets:
             self._orders.put(lambda: self._engine.cancel(ticket.number))
 
     async def drain(self, seconds: float) -> None:
-        """Take on no more, and let what is being made end; what has not by then is cancelled."""
+        """Accept no more texts, and wait for up to ``seconds`` until all have ended; then cancel the rest."""
         self._closing = True
         try:
             async with asyncio.timeout(seconds):
@@ -180,7 +182,7 @@ class Runner:
                 self.cancel(ticket)
 
     async def close(self) -> None:
-        """Cancel what is left, and end the thread."""
+        """Cancel the texts that are left, and end the thread."""
         await self.drain(0)
         self._orders.put(None)
         await asyncio.to_thread(self._thread.join)
@@ -194,11 +196,11 @@ class Runner:
                 ended = self._engine.step()
                 self._step_began = None
                 self._report(ended)
-        except Exception as error:  # a step that fails has lost the cache
+        except Exception as error:  # the cache is lost with a step that fails
             self._loop.call_soon_threadsafe(self._fail, f"{type(error).__name__}: {error}")
 
     def _follow_orders(self) -> bool:
-        """Wait until there is something to step, or no more to come."""
+        """Run the orders, and wait until the engine has work. Returns False once the thread is to end."""
         while True:
             try:
                 order = self._orders.get(block=not self._engine.busy)

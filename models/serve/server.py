@@ -1,4 +1,4 @@
-"""Uvicorn around the application, and how it ends."""
+"""Run the application in Uvicorn, and shut it down in order."""
 
 import asyncio
 import contextlib
@@ -19,13 +19,14 @@ from models.serve.runner import Runner
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that has an address; port 0 takes a free one. Raises OSError.
+    """Return a socket that is bound to an address; port 0 takes a free port. Raises OSError.
 
-    Connections are refused until it listens, which ``serve`` lets it: a balancer then asks another server at once.
+    Connections are refused until the socket listens, which ``serve`` starts, so that a balancer asks another
+    server at once.
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        if os.name == "posix":  # elsewhere it would let two servers have one address
+        if os.name == "posix":  # on Windows the option would let two servers bind the same address
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind((host, port))
     except OSError:
@@ -35,7 +36,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):
-    """Tells the runner when it is asked to stop."""
+    """A Uvicorn server that lets the runner end its texts when it is asked to stop."""
 
     def __init__(self, config: uvicorn.Config, runner: Runner, shutdown_delay: float, grace: float):
         super().__init__(config)
@@ -48,11 +49,11 @@ class _Server(uvicorn.Server):
     async def main_loop(self) -> None:
         await super().main_loop()
         self._runner.leaving = True
-        # Who asks again finds another server.
+        # The client's next request then opens a new connection, which a balancer sends to another server.
         self.server_state.default_headers.append((b"connection", b"close"))
         if self._runner.failure is None:
             await self._unless_forced(asyncio.sleep(self._delay))
-        for server in self.servers:  # no new connections; those there are may wait for their answers
+        for server in self.servers:  # no new connections; the open ones may wait for their answers
             server.close()
         await self._unless_forced(self._runner.drain(self._grace))
 
@@ -74,22 +75,23 @@ def serve(
     log_level: str = "warning",
     started: Callable[[Callable[[], None]], None] = lambda stop: None,
 ) -> int:
-    """Serve until SIGTERM or Ctrl-C, which is passed on to nobody.
+    """Serve until SIGTERM or Ctrl-C; the signal is not passed on to other handlers.
 
-    Then ``/health`` says so, and after ``shutdown_delay`` seconds no more requests are taken on. Those that are running
-    may end within ``grace`` seconds, what has not is ended with an error that says so, and the thread and all sockets
-    are closed. Ctrl-C a second time does not wait.
+    Then ``/health`` says that the server stops, and after ``shutdown_delay`` seconds no more requests are
+    accepted. Those that are running may end within ``grace`` seconds; after that they end with an error that
+    says so, and the thread and all sockets are closed. A second Ctrl-C does not wait.
 
     Args:
-      app: see ``make_app``.
-      runner: the app's.
-      bound: see ``bind``.
-      limits: of connections.
-      shutdown_delay: seconds, in which a balancer that asks for ``/health`` has turned to other servers.
-      grace: seconds.
-      max_connections: at the same time; more are answered with status 503.
-      log_level: of the loggers "uvicorn.error" and "uvicorn.access"; "info" tells of each request.
-      started: called before the first request with a function that stops, which any thread may call.
+      app: the application, see ``make_app``.
+      runner: the application's runner.
+      bound: the socket, see ``bind``.
+      limits: the limits of connections.
+      shutdown_delay: the seconds that a balancer, which asks for ``/health``, has to turn to other servers.
+      grace: the seconds that running requests have to end.
+      max_connections: the most connections at the same time; further ones are answered with status 503.
+      log_level: the level of the loggers "uvicorn.error" and "uvicorn.access"; "info" logs each request.
+      started: a function that is called before the first request with a function that stops the server, which
+        any thread may call.
 
     Returns:
       An exit code: 0 after SIGTERM or ``stop``, 130 after Ctrl-C, 1 if the engine failed.
@@ -100,7 +102,7 @@ def serve(
         ws="none",
         loop="asyncio",
         lifespan="on",
-        log_config=None,  # Uvicorn's own closes other libraries' handlers
+        log_config=None,  # Uvicorn's own configuration closes the handlers of other libraries
         log_level=log_level,
         server_header=False,
         limit_concurrency=max_connections,
@@ -117,7 +119,10 @@ def serve(
 
 @contextlib.contextmanager
 def _noted() -> Iterator[list[int]]:
-    """Uvicorn has its own handlers, and raises again what they caught once it has ended."""
+    """Yield a list of the signals that come, instead of ending the process.
+
+    Uvicorn has its own handlers, and when it has ended it raises again the signals that they caught.
+    """
     notes: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield notes

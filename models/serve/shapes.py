@@ -1,4 +1,4 @@
-"""What OpenAI's answers look like: of completions, and of chats.
+"""The format of OpenAI's answers, for completions and for chats.
 
 https://platform.openai.com/docs/api-reference/completions and .../chat
 """
@@ -15,26 +15,27 @@ from models.serve.job import Piece, Usage
 
 
 class Shape(Protocol):
-    """Answers to one request."""
+    """The format of the answers to one request."""
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         """The answer in one piece."""
 
     def events(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """What of a stream tells a piece."""
+        """The events of a stream for one piece."""
 
     def usage(self, usage: Usage) -> dict[str, Any]:
-        """The end of a stream that tells its usage."""
+        """The last event of a stream that reports its usage."""
 
 
 class Completions:
-    """Texts that go on with a prompt.
+    """The format of texts that continue a prompt.
 
     Args:
-      model: its name.
-      text: tokens to text.
+      model: the model's name.
+      text: the tokenizer.
       likeliest: see ``SamplingParams``.
-      first: of each text whose prompt's tokens are told with it, the first of them; None of others.
+      first: for each text the first token of its prompt, if the prompt's tokens are returned with it; None
+        otherwise.
     """
 
     def __init__(self, model: str, text: Text, likeliest: int | None, first: Sequence[int | None]):
@@ -59,7 +60,7 @@ class Completions:
         }  # fmt: skip
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
-        """Lists with an entry for each token; of the first of all, behind nothing, only the text."""
+        """Lists with an entry for each token; of a prompt's first token, which has no score, only text and offset."""
         found: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
@@ -79,7 +80,10 @@ class Completions:
         return found
 
     def _likeliest_of(self, score: Score, text: str) -> dict[str, float]:
-        """By text, the token itself among them. Of several with one text, such as parts of a character, the best."""
+        """The log-probabilities of the likeliest tokens and of the token itself, by their texts.
+
+        If several tokens have the same text, for example parts of a character, the best one counts.
+        """
         named = [(self._decode([token]), logprob) for token, logprob in score.likeliest] + [
             (text, score.logprob)
         ]
@@ -87,11 +91,11 @@ class Completions:
 
 
 class Chats:
-    """An assistant's messages.
+    """The format of an assistant's messages.
 
     Args:
-      model: its name.
-      text: tokens to text.
+      model: the model's name.
+      text: the tokenizer.
       likeliest: see ``SamplingParams``.
     """
 
