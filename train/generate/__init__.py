@@ -1,1 +1,1 @@
-"""``scripts/generate``: text from a run's checkpoint, or from published weights."""
+"""``scripts/generate``: generate text with a run's checkpoint, or with published weights."""

@@ -15,14 +15,16 @@ from train.generate.options import Options, check, parse
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line.
 
-    Returns the exit code: 2 for options, weights or a prompt that will not do, 1 where some of a batch failed or no
-    checkpoint is whole, 130 for Ctrl-C.
+    Returns the exit code: 2 for options, weights or a prompt that cannot be used, 1 if prompts of a batch
+    failed or no checkpoint is whole, 130 for Ctrl-C.
     """
     options = parse(arguments)
     try:
         return exit_code(lambda: start(options))
-    except BrokenPipeError:  # whoever reads has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains as it ends
+    except BrokenPipeError:  # the reader of the output has closed it
+        os.dup2(
+            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+        )  # otherwise Python complains as it ends
         return 0
 
 

@@ -1,4 +1,4 @@
-"""The devices that serve: how many are asked for, whether they are there, and what they share."""
+"""The devices that serve: how many are asked for, whether JAX has them, and how they share requests."""
 
 import jax
 
@@ -8,7 +8,7 @@ from train.processes.devices import make_virtual
 
 
 def share(options: Source) -> int:
-    """Into how many equal parts requests are divided."""
+    """The number of equal parts into which requests are divided."""
     return options.devices * options.microbatches
 
 
@@ -24,10 +24,12 @@ def check_share(options: Source) -> None:
 
 
 def find_devices(options: Source) -> None:
-    """See that there are as many as are asked for; virtual ones are made, if JAX has not looked for its devices yet.
+    """Check that JAX has as many devices as are asked for.
+
+    Virtual CPU devices are created where they are needed, if JAX has not looked for its devices yet.
 
     Raises:
-      ConfigError: there are fewer.
+      ConfigError: JAX has fewer devices.
     """
     needed = options.devices
     if needed == 1:

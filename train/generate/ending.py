@@ -1,4 +1,4 @@
-"""How the commands end: in a line of what went wrong, and an exit code."""
+"""How the commands end: with a line that says what went wrong, and an exit code."""
 
 import logging
 import sys
@@ -12,8 +12,8 @@ from train.errors import CheckpointError
 
 
 def exit_code(start: Callable[[], int]) -> int:
-    """What ``start()`` returns, or the code of the error that it raises, which is said."""
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells there what is no news
+    """Return what ``start()`` returns; if it raises one of these errors, print it and return the error's exit code."""
+    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs there what users need not know
     try:
         return start()
     except (ConfigError, DataError, WeightsError, RequestError, CheckpointError) as error:

@@ -1,4 +1,4 @@
-"""A model to generate with: its numbers, its weights, and how its tokens are written."""
+"""Load a model to generate with: its configuration, its weights and its tokenizer."""
 
 import contextlib
 import dataclasses
@@ -31,19 +31,19 @@ from train.state.fingerprint import fingerprint_on_host
 
 @dataclasses.dataclass(frozen=True)
 class Loaded:
-    """What there is to generate with.
+    """A model to generate with.
 
     Attributes:
-      name: where it is from, for people.
-      folder: where it is from.
-      config: the model's numbers.
-      params: ``params()``, of one stage, whose leaves are read when they are asked for; raises WeightsError, and so
-        does reading.
-      text: its tokens' writing.
-      stop: tokens that end a text.
+      name: where the model is from, in words for users.
+      folder: the folder that the model is from.
+      config: the model's configuration.
+      params: ``params()`` returns the params of a one-stage pipeline, whose leaves are read when they are
+        asked for; it raises WeightsError, and so does reading.
+      text: the model's tokenizer.
+      stop: the tokens that end a text.
       mtp_after_norm: see ``models.deepseek``.
-      earlier: the same of the run's checkpoint before, if this one's weights are not whole; raises CheckpointError if
-        there is none.
+      earlier: ``earlier()`` loads the run's checkpoint before this one, for use if this one's weights are not
+        whole; it raises CheckpointError if there is none. None if the model is not from a run.
     """
 
     name: str
@@ -57,10 +57,10 @@ class Loaded:
 
 
 def load(options: Source, say: Callable[[str], None]) -> Loaded:
-    """Find what ``options.source`` names, and read all but its weights.
+    """Find the model that ``options.source`` names, and read everything but its weights.
 
     Raises:
-      ConfigError: there is nothing of that name, or no tokenizer that is the model's.
+      ConfigError: there is nothing of that name, or the model's tokenizer is missing.
       CheckpointError: no checkpoint of the run can be read.
       WeightsError: the folder holds no DeepSeek model.
     """
@@ -73,7 +73,7 @@ def load(options: Source, say: Callable[[str], None]) -> Loaded:
 
 
 def find(source: Path | None, runs: Path = Path("runs")) -> Path:
-    """The folder that is meant. Raises ConfigError if there is none."""
+    """The folder that ``source`` names, or of the newest run. Raises ConfigError if there is none."""
     if source is None:
         saved = [path.parent for path in runs.glob(f"*/{FOLDER}") if _steps(path)]
         if not saved:
@@ -104,7 +104,7 @@ def _from_run(folder: Path, options: Source, say: Callable[[str], None]) -> Load
 
 
 def _newest(folder: Path, steps: Sequence[Path], options: Source, say: Callable[[str], None]) -> Loaded:
-    """The first of a run's steps that can be used."""
+    """The first of ``steps`` whose checkpoint can be used."""
     if not steps:
         raise CheckpointError(f"none of the checkpoints in {folder / FOLDER} is whole")
     path, *rest = steps
@@ -130,7 +130,7 @@ def _newest(folder: Path, steps: Sequence[Path], options: Source, say: Callable[
 
 
 def not_whole(error: WeightsError) -> str:
-    """What to say of a checkpoint that cannot be used."""
+    """The warning about a checkpoint that cannot be used."""
     return f"warning: {error.where}: {error.complaints[0]}; trying an earlier step"
 
 
@@ -150,7 +150,7 @@ def _damage(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[
 
 
 def _vocabulary(folder: Path, facts: Mapping[str, Any], options: Source) -> Vocabulary:
-    """The run's own, by its fingerprint, from wherever it may still be."""
+    """The vocabulary that the run was trained with, found by its fingerprint in the places where it may still be."""
     data = facts["options"]["data"]
     named = (
         [options.tokenizer] if options.tokenizer else [folder, data.get("tokenizer"), *data.get("paths", ())]
@@ -175,7 +175,7 @@ def _vocabulary_of(name: str | Path | None) -> Vocabulary:
 
 
 class _OfVocabulary:
-    """The trainer's vocabulary as text: without the separator that it puts behind documents."""
+    """The trainer's vocabulary as a ``Text``: without the separator that it puts after documents."""
 
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary
@@ -230,7 +230,7 @@ def _from_folder(folder: Path, options: Source) -> Loaded:
 
 
 def _tokens(file: Path, settings: Mapping[str, Any]) -> set[int]:
-    """Those that a file of settings ends texts with."""
+    """The tokens that end texts, according to a file of settings."""
     found = settings.get("eos_token_id")
     tokens = [] if found is None else found if isinstance(found, list) else [found]
     if not all(isinstance(token, int) for token in tokens):

@@ -1,4 +1,4 @@
-"""One prompt, prompts that are typed, and prompts of a file."""
+"""The ways to generate: from one prompt, from prompts that are typed, and from prompts of a file."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ from train.generate.loading import Loaded, not_whole
 from train.generate.options import Options, Source
 
 TYPED = 1024
-"""Positions for prompts that are not known yet."""
+"""The number of positions of a request for prompts that are not known yet."""
 
 Say = Callable[[str], None]
 
@@ -36,23 +36,24 @@ _KINDS: Mapping[str, type] = {"max_tokens": int, "temperature": float, "top_p": 
 
 
 def params_of(options: Options, loaded: Loaded, given: Mapping[str, Any] | None = None) -> SamplingParams:
-    """How a prompt goes on; ``given`` wins over the options."""
+    """The sampling parameters of a prompt; those in ``given`` replace the options'."""
     values = {name: getattr(options, name) for name in _KINDS} | dict(given or {})
     return SamplingParams(stop=loaded.stop, **values)
 
 
 def make_engine(loaded: Loaded, options: Source, max_requests: int, positions: int, say: Say) -> Engine:
-    """Read the weights and make what serves them.
+    """Read the weights and make the engine that serves them.
 
     Args:
-      loaded: the model; where its weights prove damaged, an earlier step of its run is taken.
-      options: how it is served.
-      max_requests: at the same time, rounded up to what devices and microbatches share equally.
-      positions: of a request, rounded up so that near lengths are the same program.
-      say: told what is served, and of damage.
+      loaded: the model; if its weights prove damaged, an earlier step of its run is taken.
+      options: the options for serving.
+      max_requests: the number of requests at the same time; it is rounded up so that devices and microbatches
+        share them equally.
+      positions: the positions of a request, rounded up so that similar lengths use the same program.
+      say: a function that is called with messages: what is served, and what is damaged.
 
     Raises:
-      ConfigError: options that do not fit the model; it is not read then.
+      ConfigError: options do not fit the model, which is then not read, or there is not enough memory.
       WeightsError, CheckpointError: no weights are whole.
     """
     experts = loaded.config.num_experts
@@ -98,10 +99,10 @@ def make_engine(loaded: Loaded, options: Source, max_requests: int, positions: i
 
 
 def complete(loaded: Loaded, options: Options, prompt: str, out: TextIO, say: Say) -> None:
-    """Write what follows a prompt as it comes.
+    """Write the text that follows a prompt while it is generated.
 
     Raises:
-      RequestError: it cannot be served.
+      RequestError: the prompt cannot be served.
     """
     tokens = _encode(loaded, prompt)
     engine = make_engine(loaded, options, 1, len(tokens) + max(1, options.max_tokens), say)
@@ -116,7 +117,7 @@ def _encode(loaded: Loaded, prompt: str) -> np.ndarray:
 
 
 def converse(loaded: Loaded, options: Options, out: TextIO, say: Say) -> None:
-    """Go on with each line that is typed, until there is no more; Ctrl-C ends an answer."""
+    """Continue each line that is typed, until the input ends; Ctrl-C ends an answer."""
     engine = make_engine(loaded, options, 1, TYPED, say)
     say("a line is a prompt; Ctrl-C ends an answer, Ctrl-D this")
     while True:
@@ -135,7 +136,7 @@ def converse(loaded: Loaded, options: Options, out: TextIO, say: Say) -> None:
 
 @contextmanager
 def _noted() -> Iterator[list[int]]:
-    """Ctrl-C leaves a note: an exception in the midst of a step would cost the cache."""
+    """Collect Ctrl-C in a list, because an exception in the middle of a step would lose the cache."""
     notes: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: notes.append(number))
     try:
@@ -186,7 +187,7 @@ def _told(one: Completion, waited: float, took: float) -> str:
 
 @dataclasses.dataclass
 class _Asked:
-    """A line of the file, its tokens and how they go on if it can be served, and its answer once it is there."""
+    """A line of the file, its tokens and sampling parameters if it can be served, and its answer once it is known."""
 
     given: dict[str, Any]
     request: tuple[Any, SamplingParams] | None = None
@@ -194,10 +195,10 @@ class _Asked:
 
 
 def answer_all(loaded: Loaded, options: Options, out: TextIO, say: Say) -> int:
-    """Answer each line of a file; one that cannot be served says why and harms no other.
+    """Answer each line of a file; a line that cannot be served gets an error as its answer and harms no other.
 
     Returns:
-      How many could not be served.
+      The number of lines that failed.
 
     Raises:
       ConfigError: the file cannot be read.
@@ -226,7 +227,7 @@ def answer_all(loaded: Loaded, options: Options, out: TextIO, say: Say) -> int:
                 num_known += ended.num_reused
             while written < len(asked) and (answer := asked[written].answer):
                 text = json.dumps(asked[written].given | answer, ensure_ascii=False)
-                # Half a surrogate pair, which a line may hold, stays as JSON wrote it.
+                # A line may hold half a surrogate pair: it is written as JSON's escape.
                 out.write(text.encode(errors="backslashreplace").decode() + "\n")
                 out.flush()
                 written += 1
@@ -258,7 +259,7 @@ def _read(line: str, loaded: Loaded, options: Options) -> _Asked:
 
 
 def _number(name: str, value: Any, kind: type) -> Any:
-    """What JSON says, which is not rounded and not read out of a text."""
+    """The number in JSON; a TypeError if it would have to be rounded or is a text."""
     if type(value) not in (int, kind):
         raise TypeError(f"{name} is {value!r}, must be {'a whole' if kind is int else 'a'} number")
     return kind(value)
@@ -277,12 +278,12 @@ def _lines(file: Path) -> list[str]:
         text = sys.stdin.read() if str(file) == "-" else file.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--batch {file}: cannot read it: {error}") from None
-    return [line for line in text.split("\n") if line.strip()]  # other ends of lines may stand in a text
+    return [line for line in text.split("\n") if line.strip()]  # other line ends may be part of a JSON text
 
 
 @contextmanager
 def _bar(total: int) -> Iterator[Callable[[int, float], None]]:
-    """On a terminal that is not the answers' own."""
+    """A progress bar on standard error, shown only if that is a terminal and standard output is not one."""
     columns = TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
     hidden = sys.stdout.isatty() or not sys.stderr.isatty()
     with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), disable=hidden) as progress:

@@ -1,4 +1,4 @@
-"""What ``scripts/generate`` is asked for."""
+"""The options of ``scripts/generate``."""
 
 import dataclasses
 import sys
@@ -20,57 +20,58 @@ Without --prompt or --batch the prompt is all of standard input or, on a termina
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Which model, and how it is served; ``scripts/serve`` asks for the same."""
+    """The options for the model and how it is served, the same for ``scripts/serve``."""
 
     source: Annotated[Path | None, Positional, arg(metavar="[RUN|FOLDER]")] = None
     """A run's folder or its name in runs/, a folder of Hugging Face's (config.json, *.safetensors), or one that
     scripts/convert wrote; the newest run if left out."""
     step: int | None = None
-    """Checkpoint of a run; its newest that is whole if left out."""
+    """The step of the run's checkpoint; the newest whole checkpoint if left out."""
     tokenizer: Annotated[Path | None, arg(metavar="FILE")] = None
-    """A tokenizer.json, or a folder with one, instead of what lies beside the weights."""
+    """A tokenizer.json, or a folder with one, instead of the tokenizer in the weights' folder."""
     precision: Literal["as-is", "float32", "bfloat16"] = "as-is"
-    """What activations are computed in; as-is is what the model was made for."""
+    """The type in which activations are computed; as-is takes the type that the model was made for."""
     drafts: bool = False
     """Guess a token ahead by the model's module of multi-token prediction. The text is the same."""
     context: AtLeastOne | None = None
-    """Tokens that there is room for, prompt and answer; what the prompts need if left out, 1024 where they are not
-    known yet."""
+    """The most tokens of a request, prompt and answer together; as many as the prompts need if left out, or
+    1024 if the prompts are not known yet."""
     prefix_cache: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Keep what is computed of prompts in this folder, and take what is there from it; any number of processes may."""
+    """Keep the latents of prompts in this folder, and reuse those that are there; any number of processes may
+    share it."""
     prefix_bytes: int = PrefixFolder.max_bytes
-    """Of that folder at most; what nobody used for longest is deleted first."""
+    """The most bytes of that folder; the least recently used files are deleted first."""
     at_once: AtLeastOne = 8
-    """Prompts that are served together."""
+    """The number of prompts that are served at the same time."""
     devices: AtLeastOne = 1
-    """Devices that prompts and experts are shared out over: accelerators, or virtual ones where JAX finds a CPU alone.
-    The text is the same."""
+    """The number of devices over which prompts and experts are shared out: accelerators, or virtual devices
+    where JAX finds only a CPU. The text is the same."""
     microbatches: Literal[1, 2] = 1
-    """Parts of a device's prompts. Of two, each is computed while the other's tokens travel between devices. The text
-    is the same."""
+    """The number of parts of a device's prompts. With two, each part is computed while the other's tokens
+    travel between devices. The text is the same."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options(Source):
-    """What is asked for."""
+    """The options of ``scripts/generate``."""
 
     COMMON: ClassVar = (
         "source", "prompt", "max-tokens", "temperature", "top-p", "seed", "batch", "precision",
     )  # fmt: skip
 
     prompt: Annotated[str | None, arg(metavar="TEXT")] = None
-    """What to go on with."""
+    """The text that the model continues."""
     batch: Annotated[Path | None, arg(metavar="FILE")] = None
     """Prompts from a JSONL file, or - for standard input, each line {"prompt": TEXT}; max_tokens, temperature, top_p
     and seed there win over the options. Answers are lines of JSON too, in the same order."""
     max_tokens: int = 256
-    """Tokens to be generated at most."""
+    """The largest number of tokens to generate."""
     temperature: float = 0.0
     """Divides the logits; 0 takes the likeliest token."""
     top_p: float = 1.0
     """Draw only from the likeliest tokens that together have this probability."""
     seed: int = 0
-    """Seed of the draw: the same again gives the same text."""
+    """The seed of the draws: the same seed gives the same text again."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:

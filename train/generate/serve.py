@@ -1,4 +1,4 @@
-"""``scripts/serve``: a run's checkpoint or published weights behind OpenAI's completions."""
+"""``scripts/serve``: serve a run's checkpoint or published weights by OpenAI's API of completions."""
 
 import contextlib
 import dataclasses
@@ -34,46 +34,50 @@ _KEY = "DUALPIPE_API_KEY"
 
 @dataclasses.dataclass(frozen=True)
 class Options(Source):
-    """What is asked for."""
+    """The options of ``scripts/serve``."""
 
     COMMON: ClassVar = ("source", "host", "port", "name", "at-once", "context", "max-waiting", "precision")
 
     host: str = "127.0.0.1"
-    """Address to listen at; other machines reach only one that is not 127.0.0.1."""
+    """The address to listen at; other machines cannot reach 127.0.0.1."""
     port: int = 8000
-    """Port to listen at; 0 takes a free one."""
+    """The port to listen at; 0 takes a free one."""
     allow_host: tuple[str, ...] = ()
-    """More names by which this server may be asked, without a port: of a proxy, or of web pages that ask. At 127.0.0.1
-    only the machine's own names are let in, so that no other site's page can ask; at any other address all are."""
+    """More host names that requests may be for, without a port: of a proxy, or of web pages that send requests. At
+    127.0.0.1 only the machine's own names are accepted besides, so that no page of another site can send requests; at
+    any other address all names are accepted if none is given here."""
     api_key: tuple[str, ...] = ()
-    """Keys of which whoever asks below /v1 has to have one, sent as Authorization: Bearer KEY. Other users of this
-    machine can read them from the list of processes, but not DUALPIPE_API_KEY in the environment, which is one more."""
+    """Keys of which a request below /v1 must carry one, as Authorization: Bearer KEY. Other users of this
+    machine can read them in the list of processes, but not the further key in the environment variable
+    DUALPIPE_API_KEY."""
     name: Annotated[str | None, arg(metavar="NAME")] = None
-    """The model's name for those who ask; its folder's if left out."""
+    """The model's name in requests; the name of its folder if left out."""
     max_waiting: NotNegative = 256
-    """Texts that may wait while --at-once are made; who comes then is answered with status 429."""
+    """The most texts that may wait while --at-once are generated; further requests are answered with status
+    429."""
     max_bytes: int = HttpLimits.max_bytes
     """The most bytes of a request."""
     max_choices: int = HttpLimits.max_choices
-    """Texts of one request, prompts times n."""
+    """The most texts of one request, prompts times n."""
     max_seconds: float = HttpLimits.answer_seconds
-    """For an answer, the waiting included."""
+    """The most seconds for an answer, including the time in the queue."""
     address_connections: int = HttpLimits.connections_per_address
-    """Connections that one address may hold; behind a balancer all are of its address."""
+    """The most connections that one address may hold; behind a balancer all connections are of its
+    address."""
     shutdown_delay: NotBelowZero = 0.0
-    """Seconds for which a server that is stopped still takes on requests while /health says 503, so that a balancer has
-    turned to others before any is refused."""
+    """The seconds for which a server that is stopped still accepts requests while /health answers with status
+    503, so that a balancer turns to other servers before a request is refused."""
     grace: NotBelowZero = 30.0
-    """Seconds in which what runs may end when the server is stopped."""
+    """The seconds that running requests have to end when the server is stopped."""
     log: bool = False
-    """Tell of each request."""
+    """Log each request."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line.
 
     Returns the exit code: 0 after SIGTERM, 130 after Ctrl-C, 1 if the engine failed or no checkpoint is whole, 2 for
-    options, weights or an address that will not do.
+    options, weights or an address that cannot be used.
     """
     words = sys.argv[1:] if arguments is None else arguments
     options = read(Options, "scripts/serve", words, description=DESCRIPTION)
@@ -97,7 +101,7 @@ def start(options: Options) -> int:
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"--port {options.port}: must be 0 to 65535")
     with _of_address(options):
-        bound = bind(options.host, options.port)  # before the weights: it may be taken
+        bound = bind(options.host, options.port)  # before the weights are read, because the port may be taken
     with bound:
         host, port = bound.getsockname()[:2]
         if options.host not in LOOPBACK:
@@ -140,7 +144,8 @@ def _of_address(options: Options) -> Iterator[None]:
 
 
 def _keys(options: Options) -> tuple[str, ...]:
-    """Those that let in. Raises ConfigError for an empty one: of a secret that is missing, which would let in all."""
+    """The keys that requests may carry. Raises ConfigError for an empty key, which may come from a missing
+    secret and would let everybody in, and for one with white space at an end."""
     more = os.environ.get(_KEY)
     keys = options.api_key if more is None else (*options.api_key, more)
     if not all(key.strip() for key in keys):
@@ -155,7 +160,7 @@ def _keys(options: Options) -> tuple[str, ...]:
 
 
 def _hosts(options: Options) -> Sequence[str] | None:
-    """The names that requests may be for, None for any. Raises ConfigError for one that no request can be for."""
+    """The host names that requests may be for, None for any. Raises ConfigError for a name that no request can have."""
     for name in options.allow_host:
         host = None
         with contextlib.suppress(ValueError):
