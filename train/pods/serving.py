@@ -1,7 +1,8 @@
-"""Serving's layers as shapes: prefill or decode of a whole target's devices, compiled and read.
+"""The layers of a serving step as shapes: prefill or decode on all devices of a target, compiled and analysed.
 
-The settings are those of DeepSeek's published profile data: of prefill 16,384 tokens of a device in prompts of 4096, of
-decode 128 requests of a device with 4096 positions each; the experts of a layer lie over all devices.
+The settings are those of DeepSeek's published profile data: for prefill 16,384 tokens per device in prompts
+of 4096, for decode 128 requests per device with 4096 positions each; the experts of a layer are sharded over
+all devices.
 """
 
 import dataclasses
@@ -31,16 +32,17 @@ from models.decode.programs import BLOCKS, ROWS, in_halves, jit_step, whole
 from train.model import check_eight_bits, in_precision, size
 
 WHAT = "prefill", "decode"
-"""What of serving can be compiled."""
+"""The steps of serving that can be compiled."""
 
 PREFILL_TOKENS, DECODE_REQUESTS = 16384, 128
-"""Of a device, both microbatches together."""
+"""The tokens of a prefill and the requests of a decode step per device, both microbatches together."""
 
 NUM_LAYERS, BLOCK_SIZE = 4, 64
-"""Layers that are compiled if nobody says how many, all with experts; positions of a block of the cache."""
+"""The number of layers that are compiled by default, all with experts, and the positions of a block of the
+cache."""
 
 MICROBATCHES = {"forward": ("microbatch A", "A"), "backward": ("microbatch B", "B")}
-"""What the inspector's two directions are here: the first half of the rows and the second."""
+"""The names of the inspector's two directions here: the first half of the rows and the second."""
 
 Tree = Any
 
@@ -50,13 +52,13 @@ class ServingStep:
     """A step of serving on a mesh.
 
     Attributes:
-      what: of ``WHAT``.
-      numbers: of the model.
-      model: its functions.
-      mesh: of the axis "ep".
-      num_rows: requests of a device.
-      num_tokens: new ones of a row.
-      table_size: blocks of a row.
+      what: the kind of step, one of ``WHAT``.
+      numbers: the model's configuration.
+      model: the model's functions.
+      mesh: the mesh, with the axis "ep".
+      num_rows: the number of requests per device.
+      num_tokens: the number of new tokens of a row.
+      table_size: the number of blocks of a row.
     """
 
     what: str
@@ -71,10 +73,10 @@ class ServingStep:
 def study(
     request: Request, target: Target | None, devices: Sequence[Any] | None, say: Callable[[str], None]
 ) -> Answer:
-    """All that is asked of a step of serving.
+    """Build a step of serving, compile it for the target, and return what the compiler made of it.
 
     Raises:
-      ValueError: options that do not fit together or the target.
+      ValueError: there is no target, or the options do not fit together or the target.
     """
     if target is None or devices is None:
         raise ValueError(f"--what {request.compile}: give a --target, whose compiler is asked")
@@ -85,10 +87,10 @@ def study(
 
 
 def draw(request: Request, target: Target, devices: Sequence[Any]) -> ServingStep:
-    """Find the sizes.
+    """Find the sizes of the step and build its model.
 
     Raises:
-      ValueError: options that do not fit together or the target.
+      ValueError: the options do not fit together or the target.
     """
     plan, what = request.plan, request.compile
     plan.check()
@@ -118,13 +120,13 @@ def draw(request: Request, target: Target, devices: Sequence[Any]) -> ServingSte
 
 
 def serving_numbers(plan: Plan) -> models.Config:
-    """The model's numbers, with a few layers, of which none is dense unless that is asked for."""
+    """The model's configuration with a few layers, none of which is dense unless that is asked for."""
     changes = {"num_dense_layers": 0} | plan.changes
     return in_precision(size(plan.model, plan.layers_per_stage or NUM_LAYERS, changes), plan)
 
 
 def lower(step: ServingStep, *, overlap: bool) -> Any:
-    """The layers of a step, lowered: two microbatches that overlap, or one of all rows."""
+    """Lower the layers of a step: in two microbatches that overlap, or in one of all rows."""
     mesh, num_devices = step.mesh, step.mesh.shape[EP]
 
     def laid(tree: Tree, specs: Any) -> Tree:
@@ -150,7 +152,8 @@ def lower(step: ServingStep, *, overlap: bool) -> Any:
         number,
         jax.ShapeDtypeStruct((num_rows, step.table_size), jnp.int32),  # type: ignore[arg-type]
     )
-    # Whole prompts: no half hears the other. Without a head: it is there once, and would count as if for few layers.
+    # Prompts are whole, so no half attends to the other. The head is left out: a model has only one, which
+    # would weigh too much beside these few layers.
     forward = step.model.forward
     run = functools.partial(in_halves, forward, False) if overlap else functools.partial(whole, forward)
     arguments = laid(weights, weight_specs(weights)), laid(cache, BLOCKS), (laid(rows, ROWS),)
@@ -160,7 +163,7 @@ def lower(step: ServingStep, *, overlap: bool) -> Any:
 def compile_and_read(
     request: Request, step: ServingStep, target: Target, say: Callable[[str], None]
 ) -> Compiled:
-    """Compile, and read what the compiler made of it."""
+    """Compile a step, and read what the compiler made of it."""
     made = compile_ahead(
         request,
         target,
@@ -183,7 +186,7 @@ def compile_and_read(
         for row in found.all_to_alls
     )
     units = {UnitKey(step.what): unit_of(report, module, module.entry)}
-    # Behind the last one a model has the next layer, or its head.
+    # Not the last all-to-all: in a whole model the next layer, or the head, follows it.
     followed = shares(report.select("all-to-all")[:-1])
     return dataclasses.replace(found, all_to_alls=tuple(named), units=units, followed=followed)
 

@@ -1,4 +1,4 @@
-"""The trainer's step as shapes: what it hands to ``dualpipe_jax.pods``, for each of DeepSeek's models by name."""
+"""The trainer's step as shapes, for ``dualpipe_jax.pods``, for each of DeepSeek's models by name."""
 
 from typing import Any
 
@@ -14,15 +14,15 @@ from train.step import make_optimizer, make_update
 
 
 def make(name: str, setting: Setting, **changes: float) -> Program:
-    """A model's training step.
+    """Make a model's training step.
 
     Args:
-      name: of ``models.MODELS``.
-      setting: where it is to run.
-      changes: other numbers of the model.
+      name: the name of the model in ``models.MODELS``.
+      setting: the plan, schedule and mesh of the step.
+      changes: the fields of the model's configuration that differ.
 
     Raises:
-      ValueError: options that do not fit together or the devices.
+      ValueError: the options do not fit together or the devices.
     """
     plan, schedule = setting.plan, setting.schedule
     num_stages = schedule.placement.num_model_stages
@@ -38,12 +38,12 @@ def make(name: str, setting: Setting, **changes: float) -> Program:
 
 
 def optimizer_of(moments: str = "float32") -> Any:
-    """The trainer's; how fast it moves is no matter here."""
+    """The trainer's optimizer; its learning rate does not matter here."""
     return make_optimizer(1e-4, clip=1.0, weight_decay=0.1, moments=moments)
 
 
 def step_of(layout: Layout, tokens: tuple[int, int, int]) -> Program:
-    """The trainer's step on batches of (microbatches, microbatch size, sequence), of a state that lies so."""
+    """The trainer's step on batches of (microbatches, microbatch size, sequence), with its state in this layout."""
     model, numbers = layout.model, layout.model.config
     total, active = count_parameters(numbers)
 
@@ -77,7 +77,7 @@ def step_of(layout: Layout, tokens: tuple[int, int, int]) -> Program:
 
 
 def routed_flops(numbers: models.Config) -> float:
-    """Of ``model_flops``, those of a token's routed experts, three matrices each."""
+    """The part of ``model_flops`` that a token's routed experts take, three matrices each."""
     layers = numbers.num_layers - numbers.num_dense_layers
     return 6.0 * layers * numbers.top_k * 3 * numbers.dim * numbers.expert_hidden
 
@@ -89,7 +89,11 @@ def dispatch_of(numbers: models.Config) -> Dispatch:
 
 
 def _layers(plan: Plan, numbers: models.Config, schedule: Schedule) -> tuple[int, ...]:
-    """Layers of each stage: those asked for; or as many with experts, dense ones on the first; or balanced in time."""
+    """The number of layers of each stage.
+
+    With ``layers_per_stage`` equally many layers with experts, and the dense ones on the first stage besides;
+    otherwise ``plan.stage_layers``, or layers that balance the stages' times.
+    """
     if plan.layers_per_stage is None:
         try:
             return models.given_plan(numbers, schedule, plan.stage_layers)
