@@ -1,7 +1,7 @@
-"""Bias-balanced routing against an auxiliary loss: DeepSeek-V3's ablation (its table 5), of the default model and text.
+"""Bias-balanced routing against an auxiliary loss: DeepSeek-V3's ablation (its table 5), on the default model and text.
 
-Every arm is trained with several seeds, each by the trainer's own command on one device; one that is finished is not
-trained again. A table and a picture of loss and MaxVio are left.
+Every arm is trained with several seeds, each by the trainer's own command on one device; a run that is
+finished is not trained again. The results are a table and a picture of loss and MaxVio.
 
     scripts/bench ablation               # 4 arms of 3 seeds: about half an hour on two cores
     scripts/bench ablation --picture docs/pictures/ablation.png
@@ -26,28 +26,29 @@ ARMS = {
     "auxiliary loss of 0.01": ("--bias-rate", "0", "--balance-factor", "0.01"),
     "neither": ("--bias-rate", "0", "--balance-factor", "0"),
 }
-"""What the figure says -> options of the trainer."""
-COLOURS = ("#0072b2", "#e69f00", "#d55e00", "#666666")  # Okabe and Ito's, told apart by every eye
+"""The arm's title in the figure -> options of the trainer."""
+# Okabe and Ito's colours, which colour-blind people can tell apart.
+COLOURS = ("#0072b2", "#e69f00", "#d55e00", "#666666")
 SHARED = (
     *("--schedule", "gpipe", "--pp", "1", "--ep", "1", "--microbatches", "1", "--microbatch-size", "64"),
     *("--checkpoint-minutes", "1000"),
 )
-LAST = 50  # steps that a row's MaxVio is the mean of
+LAST = 50  # the number of last steps over which a row's MaxVio is averaged
 
 
 def train(name, options, runs):
-    """Train one run, unless it is finished; its records, those of steps and the two of held-out text."""
+    """Train one run, unless it is finished; return its records of steps and its losses of held-out text."""
     records = trained(name, options, runs)
     return [r for r in records if "loss" in r], [r["heldout_loss"] for r in records if "heldout_loss" in r]
 
 
 def smooth(values, window=20):
-    """The mean of each value and those before it, as many as there are of ``window``."""
+    """The mean of each value and the values before it, of up to ``window`` values."""
     return [statistics.fmean(values[max(0, end - window) : end]) for end in range(1, len(values) + 1)]
 
 
 def draw(found, file):
-    """Loss and MaxVio of every seed, thin, and their mean."""
+    """Draw loss and MaxVio of every seed as thin lines, and their mean."""
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), constrained_layout=True)
     for (arm, runs), colour in zip(found.items(), COLOURS, strict=True):
         for axis, metric in zip(axes, ("loss", "max_vio"), strict=True):
@@ -56,7 +57,7 @@ def draw(found, file):
                 axis.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=0.6, alpha=0.5)
             mean = [statistics.fmean(values) for values in zip(*curves, strict=True)]
             axis.plot(range(1, len(mean) + 1), mean, color=colour, linewidth=1.8, label=arm)
-    start = len(mean) // 5  # the first fall would hide what differs
+    start = len(mean) // 5  # the steep fall at the beginning would hide the differences
     shown = [
         v for runs in found.values() for steps, _ in runs for v in smooth([r["loss"] for r in steps])[start:]
     ]
@@ -74,7 +75,7 @@ def main():
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--runs", type=Path, default=Path("runs/ablation"))
     parser.add_argument(
-        "--picture", type=Path, help="where it goes; into the folder of the runs if not given"
+        "--picture", type=Path, help="file for the picture; in the folder of the runs if not given"
     )
     given = parser.parse_args()
     found = {

@@ -1,9 +1,10 @@
 """Experts over devices: DeepSeek's load balancer and ours, on the same loads.
 
-DeepSeek's algorithm is written here from its description, as a plain loop over layers, items and packs, in Python's own
-numbers. Rows are loads (of 58 layers x 256 experts) and layouts (slots, devices); beside max/mean over devices, the
-mean over layers, stand the proven lower bound and CPU milliseconds of one core. Then random cases of all sizes, with
-how often ours is worse; and what a placement gains from few moves after loads have drifted.
+DeepSeek's algorithm is written here from its description, as a plain loop over layers, items and packs, in
+Python's own numbers. Rows are loads (of 58 layers x 256 experts) and layouts (slots, devices); columns are
+max/mean over devices (averaged over layers), its proven lower bound, and CPU milliseconds of one core.
+Further tables show what a placement gains from a few moves after loads have drifted, and for random cases of
+all sizes how often ours is worse.
 
     OMP_NUM_THREADS=1 python benchmarks/balance.py [--cases 1000]
 """
@@ -21,7 +22,7 @@ LAYERS, EXPERTS = 58, 256
 
 
 def pack(weights: Sequence[float], packs: int) -> list[list[int]]:
-    """Items into packs of equally many: the heaviest first, each into the lightest that has room."""
+    """Put items into packs of equally many: the heaviest item first, each into the lightest pack that has room."""
     room = len(weights) // packs
     if room == 1:
         return [[item] for item in range(len(weights))]
@@ -35,7 +36,7 @@ def pack(weights: Sequence[float], packs: int) -> list[list[int]]:
 
 
 def replicate(weights: Sequence[float], copies: int) -> tuple[list[int], list[int]]:
-    """The item of each copy, and copies of each item: one more, each time, of the item with the heaviest copies."""
+    """The item of each copy, and the copies of each item: each further copy is of the item with the heaviest copies."""
     item, counts = list(range(len(weights))), [1] * len(weights)
     for _ in range(copies - len(weights)):
         heaviest = max(range(len(weights)), key=lambda at: weights[at] / counts[at])
@@ -64,7 +65,7 @@ def deepseek(weight: np.ndarray, replicas: int, groups: int, nodes: int, gpus: i
 
 
 def imbalance(weight: np.ndarray, placed: np.ndarray) -> np.ndarray:
-    """Max/mean over devices, [layers], of experts [layers, gpus, slots] whose copies share evenly."""
+    """Max/mean of the devices' loads, [layers]; ``placed`` is [layers, gpus, slots], and copies share a load evenly."""
     found = []
     for row, devices in zip(weight, placed, strict=True):
         share = row / np.maximum(np.bincount(devices.ravel(), minlength=len(row)), 1)
@@ -123,7 +124,7 @@ def table() -> None:
 
 
 def random_case(random: np.random.Generator, smallest: int) -> tuple[np.ndarray, Layout]:
-    """Loads and a layout: any number of devices and slots, flat or by groups, six kinds of loads."""
+    """Random loads and a layout: any number of devices and slots, flat or by groups, six kinds of loads."""
     while True:
         experts = int(
             random.choice([e for e in (4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256) if e >= smallest])
@@ -193,7 +194,7 @@ def moves() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--cases", type=int, default=1000, help="random cases; 0 for none")
+    parser.add_argument("--cases", type=int, default=1000, help="number of random cases; 0 for none")
     args = parser.parse_args()
     table()
     moves()

@@ -1,9 +1,9 @@
 """Bubbles made visible: two ranks on two cores, wall time against the ideal.
 
-Each rank is a process of its own, held to one core (on one process XLA would lend an idle rank's core to the
-other, and fill the bubble). The ideal is half the wall time of the plain program on one core, times what the
-schedule's simulated makespan has over its busy time (F = I = W): the time of a machine whose only loss is the
-bubble. Linux only, two idle cores needed; the processes talk over gloo on the loopback.
+Each rank is a process of its own, bound to one core (in one process XLA would lend an idle rank's core to the
+other, and fill the bubble). The ideal is half the wall time of the plain program on one core, times the ratio
+of the schedule's simulated makespan to its busy time (F = I = W): the time of a machine whose only loss is
+the bubble. Linux only, two idle cores needed; the processes talk over gloo on the loopback.
 
     python benchmarks/bubbles.py [--rounds 5]
 """
@@ -29,10 +29,10 @@ def wall_seconds(jax, step, *args):
 
 
 def rank(process, port, rounds):
-    """One of the processes: prints {name, count: [(plain, pipelined) seconds]}."""
+    """Run one of the processes; the first one prints {"name, count": [(plain, pipelined) seconds]}."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[process]})
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
-    import step_cost  # sets the flags of its own, of which the last counts
+    import step_cost  # sets flags of its own; of a flag that is given twice the last one counts
 
     os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"
     import jax
@@ -50,7 +50,7 @@ def rank(process, port, rounds):
             pipelined = step_cost.pipelined_program(table, LAYERS)
             pairs = []
             for _ in range(rounds + 1):
-                alone = wall_seconds(jax, *plain)  # both processes do all of it, each on its core
+                alone = wall_seconds(jax, *plain)  # each process runs the whole plain program on its own core
                 multihost_utils.sync_global_devices("start")
                 pairs.append((alone, wall_seconds(jax, *pipelined)))
             seconds[f"{name}, {count}"] = pairs[1:]
@@ -77,12 +77,12 @@ def main():
     outputs = [process.communicate()[0] for process in processes]
     if any(process.returncode for process in processes):
         sys.exit("a rank failed")
-    lines = outputs[0].splitlines()  # among them gloo's greetings
+    lines = outputs[0].splitlines()  # some of them are gloo's messages
     show(json.loads(next(line for line in lines if line.startswith("{"))))
 
 
 def show(seconds):
-    """The table: medians, and the median ratio of neighbours."""
+    """Print the table: medians, and the median ratio of neighbouring runs."""
     from rich.console import Console
     from rich.table import Table
 

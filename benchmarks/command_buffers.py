@@ -1,8 +1,9 @@
 """Which of a step's guards XLA puts into command buffers (CUDA graphs), compiled for H100s that are not here.
 
-The step is the probe's: every unit of DualPipe, tiny, as loops and as branches, with experts on two devices and on one.
-What lies in a command buffer is launched by one call, and a loop or a conditional in one needs no host. XLA's text does
-not show it; the sequence of thunks that it dumps does. Nothing is run.
+The step is the probe's: every unit of DualPipe, tiny, with guards as loops and as branches, with experts on
+two devices and on one. Everything in a command buffer is launched by one call, and a loop or a conditional in
+it does not need the host. XLA's compiled text does not show command buffers; the sequence of thunks that it
+dumps does. Nothing is run.
 
     scripts/bench command_buffers            # in an environment with the extra `cuda`; four minutes
 """
@@ -37,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--target", default="h100:1x4", help="four GPUs")
+    parser.add_argument("--target", default="h100:1x4", help="four GPUs to compile for")
     options = parser.parse_args()
     try:
         devices = Target.parse(options.target).devices()
@@ -52,7 +53,7 @@ def main() -> None:
         for form, guard in (("loop", "kWhile"), ("switch", "kConditional")):
             for name, more in OPTIONS.items():
                 inside, outside = thunks(lowered(place, pp, ep, form), more)
-                # The scan over ticks is a loop, too, and there is one more that is no guard.
+                # Of the loops two are no guards: the scan over ticks, and one more.
                 counts = inside[guard], outside[guard], inside["kCustomKernel"], outside["kCustomKernel"]
                 print(f"| {pp} x {ep}, {form}, {name} | {' | '.join(map(str, counts))} |", flush=True)
 
@@ -67,7 +68,7 @@ def lowered(place: SimpleNamespace, pp: int, ep: int, form: str):
 
 
 def thunks(lowered, more: dict[str, str]) -> tuple[collections.Counter, collections.Counter]:
-    """How many thunks of each kind lie in command buffers, and how many do not."""
+    """The number of thunks of each kind inside command buffers, and outside of them."""
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         lowered.compile(inspect.recommended_compiler_options("gpu") | dump | more)
@@ -75,7 +76,7 @@ def thunks(lowered, more: dict[str, str]) -> tuple[collections.Counter, collecti
         lines = text.read_text().splitlines()
     inside: collections.Counter[str] = collections.Counter()
     outside: collections.Counter[str] = collections.Counter()
-    buffer = None  # how far the one around is indented
+    buffer = None  # the indentation of the command buffer around the line
     for found in filter(None, map(_THUNK.match, lines)):
         depth, kind = len(found[1]), found[2]
         if buffer is not None and depth <= buffer:

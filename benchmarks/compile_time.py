@@ -15,7 +15,7 @@ step_cost.WIDTH, step_cost.SIZE = 64, 1
 
 
 def compile_seconds(make, num_microbatches):
-    """CPU seconds from call to executable, and how long the program is."""
+    """CPU seconds from the call to the executable, and the number of lines of the program."""
     schedule = make(step_cost.RANKS, num_microbatches)
     step, *arguments = step_cost.pipelined_program(schedule, num_layers=8)
     before = time.process_time()

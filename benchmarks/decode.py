@@ -1,11 +1,12 @@
-"""Tokens a second of greedy generation on CPU, beside transformers' generate with the same random weights.
+"""Tokens a second of greedy generation on CPU, against transformers' generate with the same random weights.
 
 python benchmarks/decode.py [--prompt 32] [--tokens 64] [--rounds 3] [--cores 1]
 
-Both generate the same numbers of tokens from the same prompts, prompts included in the time, in turns; compilation
-and a first call aside. Prompts are new in every round, for ours knows those it has served. Of the rounds the fastest
-counts. The texts must be equal, up to near ties. On a machine that has other work, --cores 1 and tokens per second of
-CPU time mean more: threads that wait for each other spin.
+Both generate the same numbers of tokens from the same prompts and take turns. The time includes the prompts,
+but not compilation and the first calls. Prompts are new in every round, because our engine reuses those that
+it has served. The fastest round counts. The texts should be equal up to near ties; the share of equal tokens
+is printed. On a machine that has other work, use --cores 1 and look at tokens per second of CPU time, because
+threads that wait for each other spin.
 """
 
 import argparse
@@ -48,7 +49,7 @@ SIZES = dict(
 
 
 def shared_model():
-    """Transformers' model with random weights, and the same for ours: model, config, params."""
+    """Transformers' model with random weights, and the same weights for ours: model, config, params."""
     torch.manual_seed(0)
     model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**SIZES)).eval()
     with tempfile.TemporaryDirectory() as folder:
@@ -72,11 +73,11 @@ def ours(engine, prompts, tokens):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
-    parser.add_argument("--tokens", type=int, default=64, help="tokens generated of each")
+    parser.add_argument("--prompt", type=int, default=32, help="number of tokens of each prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="number of tokens generated for each prompt")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--cores", type=int, help="of this machine that both may use (Linux); all if left out"
+        "--cores", type=int, help="number of cores that both may use (Linux); all if left out"
     )
     options = parser.parse_args()
     if options.cores:  # before JAX makes its threads
@@ -103,7 +104,7 @@ def main():
         ]
         texts = [run(first) for run in runs]
         for run in runs:
-            run(second)  # what is compiled only once something was served
+            run(second)  # some programs are compiled only after something was served
         took = [[], []]
         for prompts in others:
             for run, times in zip(runs, took, strict=True):

@@ -1,13 +1,14 @@
-"""Kernels and bytes of a decode step, compiled for a GPU that is not here, beside the least that it has to read.
+"""Kernels and bytes of a decode step, compiled for a GPU that is not here, against the least that it has to read.
 
-Nine layers of DeepSeek-V2-Lite in bfloat16, every request in the middle of its text. A row is of the compiled text of
-the steps that the host starts at once, of which one is a part; they choose tokens greedily: how many kernels it
-launches, how many bytes they read and write, and how long that takes by what was measured of such a GPU, every kernel
-with its launch. "Started" is what the host starts: the compiler puts kernels into CUDA graphs, in which a launch
-takes less; nobody measured how much, so none is taken off. The limit is to read once all weights that are asked for
-and the cache of the positions used, at the same bytes a second. Every row's experts are taken to be others', as far
-as there are: so many matrices are counted in both. Nothing can be timed without the GPU, so the compiler takes the
-tiles of its own products by rule.
+Nine layers of DeepSeek-V2-Lite in bfloat16, every request in the middle of its text. The steps that the host
+starts at once are compiled as one program, and a row gives the average of one step, which chooses tokens
+greedily: the number of kernels it launches, the bytes that they read and write, and their time by the rates
+that were measured on such a GPU, with a launch for every kernel. "Started" is the number of launches by the
+host: the compiler puts kernels into CUDA graphs, in which a launch takes less; nobody has measured how much,
+so nothing is subtracted. The lower limit is the time to read once all weights that are used and the cache of
+the positions used, at the same bytes a second. Rows are assumed to choose different experts, as far as there
+are enough, and that many matrices are counted on both sides. Nothing can be timed without the GPU, so the
+compiler chooses the tiles of its own products by rule.
 
     python benchmarks/decode_compiled.py [--batches 1 16 64] [--positions 256] [--layers 9] [--steps 4]
         [--target h100] [--parts 0]
@@ -46,7 +47,7 @@ FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast"}
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One launch: what is it for, bytes that it reads and writes, seconds by the target's rates."""
+    """One launch: the kernel's name, the bytes that it reads and writes, and its seconds by the target's rates."""
 
     name: str
     moved: int
@@ -54,8 +55,8 @@ class Kernel:
 
 
 def compiled_step(config, target, batch, positions, folder=None, num_steps=1):
-    """So many steps of decode for the target's first device; weights and cache as shapes. The compiler fills the
-    folder."""
+    """Compile ``num_steps`` steps of decode for the target's first device, with weights and cache as shapes;
+    return the weights' shapes and the module. The compiler writes its dump into the folder."""
     here = SingleDeviceSharding(inspect.Target.parse(f"{target}:1x1").devices()[0])
     limits = Limits(max_requests=batch, max_positions=positions)
     model = decoder(config, platform="gpu")
@@ -76,8 +77,8 @@ def compiled_step(config, target, batch, positions, folder=None, num_steps=1):
 
 
 def moved(module, within, instruction, num_groups):
-    """Bytes; of grouped products by the kernel of few rows, those of so many matrices, and of a cache the blocks of the
-    rows' tables."""
+    """The bytes that an instruction moves. For grouped products by the kernel of few rows only ``num_groups``
+    matrices count, and for a cache the blocks of the rows' tables."""
     total = traffic(module, within, instruction)
     if "paged_attention/" in instruction.op_name:
         given = [within.by_name[name] for name in instruction.operands]
@@ -94,7 +95,7 @@ def moved(module, within, instruction, num_groups):
 
 
 def kernels(module, rates, clock, num_groups, computation=None):
-    """What a computation launches; of a conditional the branch with least to do, which is the greedy one."""
+    """The kernels that a computation launches; of a conditional those of the branch with fewest, the greedy one."""
     within, found = module.computations[computation or module.entry], []
     for instruction in within:
         inside = [name for name in instruction.called() if name in module.executed]
@@ -114,7 +115,8 @@ def kernels(module, rates, clock, num_groups, computation=None):
 
 
 def started(folder, num_steps=1):
-    """What the host starts in so many steps: a kernel, a copy, or a CUDA graph of many; a loop is one over steps."""
+    """The number of launches by the host in ``num_steps`` steps: of kernels, copies and CUDA graphs. A loop
+    is taken to be the loop over steps."""
     sequences = Path(folder).glob("*thunk_sequence_after_thunk_passes.txt")
     text = max(sequences, key=lambda path: path.stat().st_size).read_text()
     count, part = 0, ""
@@ -123,14 +125,15 @@ def started(folder, num_steps=1):
             part = "loop" if "kWhile" in line else ""
             count += not part
         elif part and line.strip() == "body:":
-            part = "body"  # what is before it asks whether to go on, which nobody does where that is known
-        elif part == "body" and line[4:5].isdigit():  # deeper is what lies in a graph
+            # Before the body is the loop's condition, which is not run where the number of trips is known.
+            part = "body"
+        elif part == "body" and line[4:5].isdigit():  # lines that are indented deeper are inside a graph
             count += num_steps
     return count
 
 
 def least(config, weights, batch, positions):
-    """Bytes of the weights that a step asks for, and of the cache's positions."""
+    """The bytes of the weights that a step uses, and of the positions that it reads in the cache."""
     share = min(1.0, batch * config.top_k / config.num_experts)
 
     def asked(path, leaf):
@@ -147,11 +150,15 @@ def least(config, weights, batch, positions):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 64])
-    parser.add_argument("--positions", type=int, default=256, help="that each request has used")
+    parser.add_argument(
+        "--positions", type=int, default=256, help="number of positions that each request has used"
+    )
     parser.add_argument("--layers", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=STEPS_ON_GPU, help="that the host starts at once")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS_ON_GPU, help="number of steps that the host starts at once"
+    )
     parser.add_argument("--target", default="h100", help="h100 or h200")
-    parser.add_argument("--parts", type=int, default=0, help="so many kinds of kernels, by bytes")
+    parser.add_argument("--parts", type=int, default=0, help="number of kinds of kernels to list, by bytes")
     given = parser.parse_args()
     config = models.v2_lite(num_layers=given.layers, compute_dtype=jnp.bfloat16)
     rates, clock = inspect.gpu_rates(given.target), inspect.DEVICES[given.target].clock

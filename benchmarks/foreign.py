@@ -1,10 +1,11 @@
 """Programs that use nothing of this project, compiled for devices that are not here, for `dualpipe overlap --compiled`.
 
-fsdp: four transformer layers of flax.linen, their weights shared out by GSPMD, a step's gradients.
-ring: ring attention as the package ringattention has it (pip install ringattention einops), its gradients.
-moe: a layer of experts with a capacity as many write it: shard_map, top-2, one-hot dispatch, two all-to-alls.
+fsdp: gradients of four transformer layers of flax.linen, their weights sharded by GSPMD.
+ring: gradients of ring attention by the package ringattention (pip install ringattention einops).
+moe: gradients of an expert layer with a capacity, as often written: shard_map, top-2, one-hot dispatch, two
+    all-to-alls.
 
-What XLA wrote of the program is then read by dualpipe overlap --target TARGET --compiled FOLDER.
+XLA's dump of the program is then read by dualpipe overlap --target TARGET --compiled FOLDER.
 
     scripts/bench foreign moe v5p:2x2x2 --recommended
     scripts/bench foreign fsdp v5p:2x2x2 --folder dump \\
@@ -27,7 +28,7 @@ EXPERTS, ROOM = 32, 1.25
 
 
 def fsdp(mesh):
-    """Parameters lie in parts along their longest axis; the compiler gathers them where they are used."""
+    """Parameters are sharded along their longest axis; the compiler gathers them where they are used."""
     import flax.linen as nn
     import jax
     import jax.numpy as jnp
@@ -58,13 +59,13 @@ def fsdp(mesh):
 
 
 def ring(mesh):
-    """Keys and values go round, a block computes with what it has and then sends it on."""
+    """Keys and values go around a ring; each device computes with the block that it has and then sends it on."""
     import importlib.util
 
     import jax
     import jax.numpy as jnp
 
-    # The package asks JAX for a backend as it is imported, in a way that JAX has no more.
+    # The package itself cannot be imported: it asks JAX for a backend in a way that JAX has removed.
     found = importlib.util.find_spec("ringattention")
     if found is None or importlib.util.find_spec("einops") is None:
         sys.exit(
@@ -92,7 +93,7 @@ def ring(mesh):
 
 
 def moe(mesh):
-    """Tokens go to the device of their expert and back; all that computes needs what was sent."""
+    """Tokens go to the device of their expert and back; all computation depends on what was sent."""
     import jax
     import jax.numpy as jnp
 
@@ -137,12 +138,14 @@ PROGRAMS = {make.__name__: make for make in (fsdp, ring, moe)}
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("program", choices=PROGRAMS)
-    parser.add_argument("target", help="v5p:2x2x2, h100:1x8")
-    parser.add_argument("--folder", help="where XLA writes what it makes of the program")
+    parser.add_argument("target", help="devices to compile for: v5p:2x2x2, h100:1x8")
+    parser.add_argument(
+        "--folder", help="folder into which XLA dumps the program; a temporary one if left out"
+    )
     parser.add_argument(
         "--recommended", action="store_true", help="compile with recommended_compiler_options"
     )
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="of the compiler")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="compiler option")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(given.folder or temporary).absolute()
@@ -152,7 +155,7 @@ def main():
 
 
 def dump(given, folder):
-    """Compile, and let XLA write what it makes of the program."""
+    """Compile the program, and let XLA dump it into the folder."""
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
 
     from dualpipe_jax.inspect import recommended_compiler_options

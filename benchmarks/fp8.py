@@ -1,8 +1,9 @@
-"""What eight bits change: bytes of the experts' all-to-alls, gradients, and the loss of a short run.
+"""What float8 changes: bytes of the experts' all-to-alls, gradients, and the loss of a short run.
 
-The bytes are counted in compiled programs, forward and backward of a dispatch and a combine of DeepSeek-V3's width,
-on this machine's compiler. Gradients are those of the default model at its first step; every group of leaves is
-compared with the plain one in bfloat16. The runs are the default model's on the default text, on one device.
+The bytes are counted in compiled programs, forward and backward of a dispatch and a combine of DeepSeek-V3's
+width, compiled for this machine's CPU. Gradients are those of the default model at its first step; every
+group of leaves is compared with that of the plain model in bfloat16. The runs train the default model on the
+default text, on one device.
 
     scripts/bench fp8 [--steps 60]       # 5 minutes of CPU, 10 with the 250 steps of the default run
 """
@@ -36,12 +37,12 @@ ARMS = {
     "float8 payload": ("float8", "auto"),
     "float8 payload and matmul": ("float8", "float8"),
 }
-"""Payload and matmul, all with activations in bfloat16."""
+"""Title -> payload and matmul; all arms have activations in bfloat16."""
 GROUPS = ("experts", "gate", "shared_experts", "self_attn", "embed_tokens", "lm_head")
 
 
 def exchanged(payload, tokens=64, dim=7168, experts=16, top_k=8):
-    """Bytes of a device in each all-to-all of the compiled program, by what its numbers are."""
+    """The dtype of each all-to-all of the compiled program, and its bytes on one device."""
 
     def loss(x, weights, topk):
         handle = plan_capacity(topk, experts, axis_name="ep", payload=payload)
@@ -64,7 +65,7 @@ def exchanged(payload, tokens=64, dim=7168, experts=16, top_k=8):
 
 
 def gradients(arm):
-    """Of the default model at its first step, of 16 sequences of a module's source text; float64 by path."""
+    """Gradients of the default model at its first step, on 16 sequences of a module's source text; float64 by path."""
     payload, matmul = ARMS[arm]
     config = models.byte(vocab=256, compute_dtype=jnp.dtype("bfloat16"))
     model = models.deepseek(config, 1, payload=payload, kernels=models.Kernels(matmul=matmul))
@@ -80,7 +81,7 @@ def gradients(arm):
 
 
 def group_of(path):
-    """The part of the model that a leaf is of."""
+    """The part of the model that a leaf belongs to."""
     return next((group for group in GROUPS if f"'{group}'" in path), "norms")
 
 
@@ -98,7 +99,7 @@ def compared(found, wanted):
 
 
 def train(arm, steps, folder):
-    """Losses of each step of a run, and of held-out text after it."""
+    """Train a run; return the losses of its steps, and the loss of held-out text after it."""
     payload, matmul = ARMS[arm]
     name = arm.replace(" ", "-")
     command = [sys.executable, "-m", "train", "--name", name, "--runs", str(folder), "--steps", str(steps)]
@@ -117,7 +118,7 @@ def train(arm, steps, folder):
 def main():
     """Print three tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60, help="of each run; 0 for none")
+    parser.add_argument("--steps", type=int, default=60, help="number of steps of each run; 0 for no runs")
     asked = parser.parse_args()
     console = Console(width=120)
 

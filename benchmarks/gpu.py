@@ -1,11 +1,11 @@
-"""What one GPU gives this project, in one command: parts, a layer, a step, the trainer, each beside its peer.
+"""Measure this project on one GPU, in one command: parts, a layer, a step, the trainer, and PyTorch for comparison.
 
     scripts/bench gpu [--minutes 9] [--parts products,dropless] [--output gpu.json]
     scripts/bench gpu --compile-only        # no GPU: all is compiled for an H100, and what it calls is listed
 
-Each function's record is a line of JSON as it is found; a table follows. Parts run in processes of their own: one that
-fails or hangs is recorded, and the next one runs; one for which no minutes are left is named. Needs no network.
-PyTorch's side is left out by name where there is no PyTorch.
+The record of each function is printed as a line of JSON as soon as it is measured; a table follows. Parts run
+in child processes: a part that fails or hangs is recorded, and the next one runs; a part for which no time is
+left is recorded as not done. No network is needed. Without PyTorch its side is recorded as left out.
 """
 
 import argparse
@@ -34,15 +34,16 @@ DETERMINISTIC = "repeat_deterministic"
 ALONE = (DETERMINISTIC, "trainer", "probe", "torch")
 PARTS = (*IN_ONE_PROCESS, *ALONE)
 ASKED = ("walks",)
-"""Parts that run only when they are named."""
+"""Parts that run only if they are named in ``--parts``."""
 SILENT_S = 180.0
-"""After so many seconds without a record a part hangs; the longest function compiles in half of that."""
+"""The seconds without a record after which a part counts as hanging; the longest function compiles in half of
+that."""
 WRONG_USE = 2
 """The exit code of argparse's errors."""
 
 
 def functions() -> dict[str, Callable]:
-    """Parts that use JAX or PyTorch in the process that they run in."""
+    """The functions of the parts that use JAX or PyTorch in their own process, by name."""
     from benchmarks.on_gpu import layer, parts, peers, repeat, serving, step
 
     of = functools.partial
@@ -64,12 +65,12 @@ def functions() -> dict[str, Callable]:
 
 
 def main() -> None:
-    """Parse, run, write."""
+    """Parse the command line, run the parts and write the records."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=9.0, help="all together")
+    parser.add_argument("--minutes", type=float, default=9.0, help="time for all parts together")
     parser.add_argument("--parts", help=f"some of {', '.join((*PARTS, *ASKED))}, separated by commas")
     parser.add_argument("--compile-only", action="store_true", help="compile for a GPU that is not here")
-    parser.add_argument("--target", default="h100:1x1", help="that GPU")
+    parser.add_argument("--target", default="h100:1x1", help="GPU that --compile-only compiles for")
     parser.add_argument("--output", type=Path, default=Path("gpu.json"), help="file for all records")
     parser.add_argument("--texts", type=Path, help="folder for the compiled programs of a layer's units")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
@@ -88,7 +89,7 @@ def main() -> None:
 def in_this_process(
     parser: argparse.ArgumentParser, options: argparse.Namespace, wanted: Sequence[str]
 ) -> None:
-    """Run parts here, as a child or ahead of time."""
+    """Run parts in this process: as a child process, or only compile them."""
     if options.compile_only:
         os.environ["JAX_PLATFORMS"] = "cpu"
     known = functions()
@@ -118,7 +119,7 @@ def in_this_process(
 
 
 def in_processes(options: argparse.Namespace, wanted: Sequence[str]) -> list[dict]:
-    """Run parts, all that can be in one process, and give every record."""
+    """Run parts in child processes, as many as possible in the same one, and return all records."""
     records: list[dict] = []
     end = time.monotonic() + 60 * options.minutes
 
@@ -157,7 +158,7 @@ def child(
     say: Callable[[dict], None],
     **environment: str,
 ) -> None:
-    """Run parts in a process of their own, until the end at the latest, or until one hangs."""
+    """Run parts in a process of their own, until the monotonic clock says ``end`` at the latest, or one hangs."""
     seconds = end - time.monotonic()
     command = [sys.executable, __file__, "--here", "--parts", ",".join(parts), "--minutes", str(seconds / 60)]
     command += ["--texts", str(options.texts)] if options.texts else []
@@ -195,14 +196,14 @@ def child(
 
 
 def kill_in(process: subprocess.Popen, seconds: float) -> threading.Timer:
-    """A timer that ends the process, after SILENT_S at the latest."""
+    """Start and return a timer that kills the process after ``seconds``, or after SILENT_S if that is less."""
     timer = threading.Timer(max(0.0, min(seconds, SILENT_S)), process.kill)
     timer.start()
     return timer
 
 
 def probe(end: float, say: Callable[[dict], None]) -> None:
-    """``dualpipe probe`` on one device, with all that it says."""
+    """Run ``dualpipe probe`` on one device, and record all its results."""
     command = [sys.executable, "-m", "dualpipe_jax", "probe", "--pp", "1", "--ep", "1"]
     with tempfile.TemporaryDirectory() as folder:
         rates = Path(folder) / "rates.json"
@@ -222,7 +223,7 @@ def probe(end: float, say: Callable[[dict], None]) -> None:
 
 
 def smi() -> str:
-    """Driver, memory, and whether anything else runs on the device."""
+    """The output of nvidia-smi: driver, memory, and how busy the device is."""
     query = "name,driver_version,memory.total,memory.used,utilization.gpu,clocks.sm,power.draw"
     command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
     try:
@@ -232,7 +233,7 @@ def smi() -> str:
 
 
 def table(records: Sequence[dict]) -> None:
-    """For people."""
+    """Print the timed records as a table."""
     from rich.console import Console
     from rich.table import Table
 

@@ -1,8 +1,8 @@
-"""Kill the trainer with SIGKILL at random moments and resume it: is what follows bit for bit what was to be?
+"""Kill the trainer with SIGKILL at random moments and resume it: does it continue bit for bit as if it had not died?
 
-One run is left alone. Another is killed again and again, while it starts, trains, and saves, and the same command with
---resume brings it back. Every line that any of its lives wrote into metrics.jsonl is compared with the line of the run
-that was left alone: loss and gradient norm must be equal in every bit.
+One run is never killed. Another is killed again and again, while it starts, trains, and saves, and the same
+command with --resume continues it. After each kill every line of its metrics.jsonl is compared with the line of
+the run that was not killed: loss and gradient norm must be equal in every bit.
 
     scripts/bench kills                  # 100 kills of a small run, a checkpoint at every step
     scripts/bench kills --kills 10 --keep-every 50
@@ -29,7 +29,7 @@ COMPARED = ("loss", "grad_norm")
 
 
 class Trainer:
-    """The command line of one run, whose programs are compiled once for all its lives."""
+    """The command line of one run; its programs are compiled once for all its starts."""
 
     def __init__(self, folder: Path, name: str, options: list[str]):
         self.run = folder / "runs" / name
@@ -42,28 +42,30 @@ class Trainer:
         self.environ = os.environ | cache
 
     def start(self, log: Path) -> subprocess.Popen:
-        """Begin or go on."""
+        """Start the run, or resume it."""
         with log.open("ab") as file:
             return subprocess.Popen([*self.command, "--resume"], env=self.environ, stdout=file, stderr=file)
 
     def lines(self) -> dict[int, tuple[float, ...]]:
-        """What metrics.jsonl says of each step now; a line that a kill cut off is left out."""
+        """The loss and gradient norm of each step in metrics.jsonl; a line that a kill has cut off is left out."""
         steps = read(self.run / "metrics.jsonl")
         return {record["step"]: tuple(record[name] for name in COMPARED) for record in steps}
 
     def is_saving(self) -> bool:
-        """Whether a checkpoint lies half written."""
+        """Whether there is a checkpoint that is only half written."""
         folder = self.run / "checkpoints"
         return folder.exists() and any(not path.name.isdigit() for path in folder.iterdir())
 
 
 def live_and_die(trainer: Trainer, log: Path, chance: random.Random, window: float) -> str:
-    """One life, from start to SIGKILL; returns what it was doing."""
+    """Run the trainer from its start to SIGKILL; return what it was doing then."""
     process, before = trainer.start(log), max(trainer.lines(), default=0)
     early = chance.random() < 0.15
     deadline = time.monotonic() + (chance.uniform(0, 15) if early else 600)
     while time.monotonic() < deadline and process.poll() is None:
-        if max(trainer.lines(), default=0) > before:  # lines beyond the checkpoint went when it resumed
+        if (
+            max(trainer.lines(), default=0) > before
+        ):  # when it resumes, it removes the lines beyond the checkpoint
             break
         before = min(before, max(trainer.lines(), default=0))
         time.sleep(0.05)
@@ -77,14 +79,19 @@ def live_and_die(trainer: Trainer, log: Path, chance: random.Random, window: flo
 
 
 def main() -> None:
-    """Compare the two runs and print the count."""
+    """Compare the two runs and print the counts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0, help="of the moments")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
     parser.add_argument(
-        "--window", type=float, default=2.0, help="seconds after the first step in which a kill falls"
+        "--window",
+        type=float,
+        default=2.0,
+        help="seconds after the first new step within which the kill comes",
     )
-    parser.add_argument("--steps", type=int, default=2000, help="of the run that is left alone")
+    parser.add_argument(
+        "--steps", type=int, default=2000, help="number of steps of the run that is not killed"
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs/kills"))
     given, options = parser.parse_known_args()
     shutil.rmtree(given.folder, ignore_errors=True)

@@ -1,14 +1,14 @@
-"""Time to the first token and between tokens on CPU under 16 clients, beside transformers with the same weights.
+"""Time to the first token and between tokens on CPU under 16 clients, against transformers with the same weights.
 
 python benchmarks/latency.py [--clients 16] [--requests 100] [--prompt 32] [--cores 1] [--continuous]
 
-Each client asks for a text, and for another as soon as it has that one; texts are of 8 to 48 tokens, prompts all of
-one length. Times are in seconds of this process's CPU time, so what else the machine does hardly counts. A request's
-time between tokens is the mean of its own.
+Each client asks for a text, and for another as soon as it has the first; texts have 8 to 48 tokens, all
+prompts the same length. Times are this process's CPU time in milliseconds, so other work of the machine
+hardly counts. The time between tokens of a request is the mean over its tokens.
 
-Transformers answers by ``generate``: a batch of what all clients ask for at once, and the next when its longest text is
-whole. Its continuous batching did not take this model in version 5.24, and took minutes to fail: its cache expects keys
-of another shape. ``--continuous`` tries it with two requests.
+Transformers answers by ``generate``: a batch of one request of each client, and the next batch when the
+longest text of this one is whole. Its continuous batching could not serve this model in version 5.24, and
+took minutes to fail: its cache expects keys of another shape. ``--continuous`` tries it with two requests.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SHORTEST, LONGEST = 8, 48
 
 
 def ours(engine, prompts, lengths, clients):
-    """Times of each request's asking and of its tokens, served as they come."""
+    """The times when each request was sent and its tokens came, by our engine, which serves requests as they come."""
     heard, asked, free = [[] for _ in prompts], [0.0] * len(prompts), clients
     waiting = iter(range(len(prompts)))
     left = len(prompts)
@@ -48,7 +48,7 @@ def ours(engine, prompts, lengths, clients):
 
 
 def theirs(model, prompts, lengths, clients):
-    """The same, in batches; a client asks again when its own text is whole."""
+    """The same from transformers, in batches; a client asks again when its own text is whole."""
     heard, asked = [], []
     ready = [time.process_time()] * clients
     for first in range(0, len(prompts), clients):
@@ -75,7 +75,7 @@ def theirs(model, prompts, lengths, clients):
 
 
 def refusal(model, prompts):
-    """Why transformers' continuous batching serves these weights not; None if it does."""
+    """The reason why transformers' continuous batching cannot serve these weights; None if it can."""
     settings = transformers.GenerationConfig(
         max_new_tokens=2, do_sample=False, eos_token_id=-1, pad_token_id=0
     )
@@ -99,8 +99,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
-    parser.add_argument("--cores", type=int, default=1, help="of this machine that both may use (Linux)")
+    parser.add_argument("--prompt", type=int, default=32, help="number of tokens of each prompt")
+    parser.add_argument("--cores", type=int, default=1, help="number of cores that both may use (Linux)")
     parser.add_argument("--continuous", action="store_true", help="try transformers' continuous batching")
     given = parser.parse_args()
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: given.cores])

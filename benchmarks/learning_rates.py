@@ -1,7 +1,8 @@
-"""Learning rates by width, and rates of selection biases, on short runs: what the rules of models/recipes.py rest on.
+"""Learning rates by width, and rates of selection biases, on short runs: the basis of the rules of models/recipes.py.
 
-Every run is one of scripts/train on one device: two layers with experts, 80 steps of 8 x 64 bytes of the standard
-library, all with one seed. The held-out loss is measured; how much is rounding or luck shows in no single row.
+Every run is one of scripts/train on one device: two layers with experts, 80 steps of 8 x 64 bytes of the
+standard library, all with one seed. The held-out loss is measured; a single row cannot show how much of it is
+rounding or chance.
 
     scripts/bench learning_rates              # four widths, three rates, two rates of biases: ten minutes on two cores
     scripts/bench learning_rates --dims 64

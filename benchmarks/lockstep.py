@@ -1,9 +1,9 @@
-"""What lockstep costs: ``Pipeline(divergence="none")``, where every rank runs each unit that some rank has in a tick.
+"""The cost of lockstep: ``Pipeline(divergence="none")``, where every rank runs each unit that some rank has in a tick.
 
-Prints, for each schedule, its ticks, the mean work of a tick in forwards of a stage, and a step's work over a device's
-share of the plain model's; 1 is no waste. Work is FLOPs of matrix products, counted in traced programs, each unit as
-often as the table runs it: nothing is run. Pairs are units of their own, or run as the forwards and backwards that are
-there anyway (``fuse_pairs=False``).
+Prints, for each schedule, its ticks, the mean work of a tick in forwards of a stage, and the ratio of a
+device's work in a step to its share of the plain model's work; 1 means no waste. Work is FLOPs of matrix
+products, counted in traced programs, each unit as often as the table runs it: nothing is run. Pairs are units
+of their own, or they run as the forward and the backward that exist anyway (``fuse_pairs=False``).
 
     python benchmarks/lockstep.py [dualpipe one_f_one_b ...] [--ranks 4] [--microbatches 16]
 """
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def row(schedule) -> str:
-    """A line of the table."""
+    """The line of a schedule in the table."""
     import jax
     import jax.numpy as jnp
 
@@ -66,11 +66,12 @@ def row(schedule) -> str:
     whole = staged(model, count)
     plain = flops(jax.make_jaxpr(reference_value_and_grad(whole))(params, batch).jaxpr) / schedule.num_ranks
     mesh = make_mesh(schedule.num_ranks, 1)
-    # Of a device's share; B is twice F.
+    # A device's share of the plain model's work, in forwards of a stage; B is twice F.
     forwards = 3 * schedule.num_microbatches * count // schedule.num_ranks
     ticks, cells = 0, []
     for fused in (True, False):
-        # Sends at every tick, as on accelerators: on CPU they would be in a conditional of the tick.
+        # Send at every tick, as on accelerators: on a CPU the sends would be inside a conditional of the
+        # tick.
         pipeline = Pipeline(whole, schedule, mesh, fuse_pairs=fused, divergence="none", idle_sends=True)
         ticks, work = counted(pipeline, params, batch)
         over = work / plain
@@ -79,7 +80,7 @@ def row(schedule) -> str:
 
 
 def counted(pipeline, params, batch) -> tuple[int, float]:
-    """Ticks, and FLOPs of all of them."""
+    """The number of ticks, and the FLOPs of all ticks."""
     import jax
     import numpy as np
 
@@ -104,7 +105,7 @@ def counted(pipeline, params, batch) -> tuple[int, float]:
 
 
 def flops(jaxpr) -> float:
-    """Multiplications and additions of the matrix products, those of scans as often as they run."""
+    """The multiplications and additions of matrix products; those in scans count as often as they run."""
     return sum(_flops(eqn) for eqn in jaxpr.eqns)
 
 
@@ -118,7 +119,7 @@ def _flops(eqn) -> float:
 
 
 def ticks_of(jaxpr):
-    """The body of the scan that holds sends; None where there is none."""
+    """The body of the scan that contains sends; None if there is none."""
     for eqn in jaxpr.eqns:
         inner = [*_inner(eqn)]
         if eqn.primitive.name == "scan" and any(e.primitive.name == "ppermute" for e in inner[0].eqns):

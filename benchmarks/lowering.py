@@ -1,7 +1,8 @@
-"""How much of a schedule's ideal makespan do ticks cost, and how long does lowering take?
+"""How much longer than a schedule's ideal makespan is its table of ticks, and how long does lowering take?
 
-Prints, for each setting, the makespan of the table relative to the event-driven ideal with each slot at its
-earliest tick and as placed, the ticks of both, and the seconds that lowering took.
+Prints, for each setting, the makespan of the table divided by the event-driven ideal, with each slot at its
+earliest tick and with slots as ``lower`` places them; the ticks of both; the slots that store W's residuals;
+and the seconds that lowering took.
 
     python benchmarks/lowering.py [dualpipe dualpipe_v zb_h1 one_f_one_b gpipe] [--large]
 """

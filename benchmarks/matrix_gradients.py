@@ -1,8 +1,8 @@
-"""What gradients of the experts' matrices take on a TPU that is not here: by their kernels, and as dense products.
+"""The cost of gradients of the experts' matrices on a TPU that is not here: by their kernels, and as dense products.
 
-megablox is a kernel of Pallas: the compiler prices it by what its author states. Its rows times its dims as a dense
-product, an equal share of the rows for each expert, the compiler prices itself. Experts are DeepSeek-V3's: a device has
-four, and rows for 1.25 times an even load, which is what a dropless pair on 64 devices has.
+megablox is a Pallas kernel: the compiler prices it by the cost that its author states. The dense product of
+as many rows, an equal share for each expert, is priced by the compiler itself. Experts are DeepSeek-V3's: a
+device has four of them, and rows for 1.25 times an even load, as a dropless pair on 64 devices has.
 
     python benchmarks/matrix_gradients.py
 """
@@ -26,23 +26,24 @@ from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.present.table import Table
 
 Product = Callable[[Array, Array, Array, Array], Array]
-"""From rows [R, D], gradients of what was made of them [R, F], rows of each expert [G], and sums so far [G, D, F]."""
+"""A function of rows [R, D], gradients of the product's results [R, F], the number of rows of each expert
+[G], and sums so far [G, D, F]; it returns the new sums."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Which device, and how much of it."""
+    """The options for the device, its experts and its rows."""
 
     target: str = "v5p:2x2x1"
     """One host's devices, of which one is used."""
     experts: int = 4
-    """Of a device."""
+    """The number of experts of a device."""
     rows: int = 20480
-    """Of a device: 1.25 times 2048 tokens times 8 experts of each."""
+    """The number of rows of a device: 1.25 times 2048 tokens times 8 experts for each token."""
 
 
-# The first two are what ``grouped_matmul`` does for a gradient that has its sum, as in a step. Differentiated by
-# itself it has none, and adding it is half as much work again.
+# The first two are what ``grouped_matmul`` does for a gradient that is added to its sum, as in a step.
+# Differentiated by itself it has no sum, and the separate addition is half as much work again.
 def megablox(x_RD: Array, dy_RF: Array, sizes_G: Array, sum_GDF: Array) -> Array:
     with jax.numpy_dtype_promotion("standard"):
         return tgmm(x_RD.T, dy_RF, sizes_G, jnp.float32, (512, 1024, 1024), existing_out=sum_GDF)
@@ -66,7 +67,7 @@ PRODUCTS = {
 
 
 def cycles_of(target: Target, product: Product, rows: int, dim: int, width: int, experts: int) -> float:
-    """Cycles of one gradient, added to its float32 sum."""
+    """The cycles of one gradient that is added to its float32 sum."""
     lies = NamedSharding(Mesh(np.array(target.devices())[:1], ("one",)), PartitionSpec())
     shapes = ((rows, dim), jnp.bfloat16), ((rows, width), jnp.bfloat16), ((experts,), jnp.int32)
     given = (*shapes, ((experts, dim, width), jnp.float32))
@@ -78,7 +79,7 @@ def cycles_of(target: Target, product: Product, rows: int, dim: int, width: int,
 
 
 def main(options: Options) -> None:
-    """Compile each, and print what it costs."""
+    """Compile each product, and print its cost."""
     target, config = Target.parse(options.target), models.v3()
     matrices = {
         "gate and up": (config.dim, 2 * config.expert_hidden),

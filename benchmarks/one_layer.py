@@ -1,8 +1,9 @@
-"""What a layer of DeepSeek-V3 costs a device, forward and backward, by the compiler's model of a v5p that is not here.
+"""The cost of a layer of DeepSeek-V3 on a device, forward and backward, by the compiler's model of an absent v5p.
 
-One program for one host of four: a layer's forward, what it keeps, its backward, and float32 sums of its gradients; no
-pipeline, ticks or slots. Of V3's 256 experts there are 16, a token chooses 8 of them, so that every device has four and
-multiplies as many rows as one of 64 does in the whole model. Work is what the core does while it waits for nothing.
+One program for one host of four devices: a layer's forward, what it keeps, its backward, and float32 sums of
+its gradients; no pipeline, ticks or slots. There are 16 of V3's 256 experts, and a token chooses 8 of them,
+so that every device has four experts and multiplies as many rows as one of 64 devices does in the whole
+model. Work is the cycles in which the core computes and does not wait.
 
     python benchmarks/one_layer.py [--remat wide]
 """
@@ -26,23 +27,23 @@ from dualpipe_jax.present.table import Table
 
 EP = 4
 REMAT = {"none": None, "wide": models.recompute_wide, "all": jax.checkpoint_policies.nothing_saveable}
-"""As the trainer's ``--remat``."""
+"""The values of the trainer's ``--remat``, and their policies."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """A layer of V3 on one host."""
+    """The options for a layer of V3 on one host."""
 
     remat: tuple[Literal["none", "wide", "all"], ...] = ("all", "wide")
-    """What the layer computes again."""
+    """What the backward computes again."""
     target: str = "v5p:2x2x1"
     """One host's devices."""
     sequence: int = 2048
-    """Tokens of a device."""
+    """The number of tokens of a device."""
 
 
 def compile_layer(target: Target, remat: str, sequence: int) -> Any:
-    """The layer in the middle of three, compiled."""
+    """Compile the layer in the middle of three."""
     numbers = models.v3(
         num_layers=3, num_dense_layers=0, num_mtp_layers=0, num_experts=4 * EP, num_groups=1, top_groups=1
     )
@@ -90,7 +91,7 @@ def compile_layer(target: Target, remat: str, sequence: int) -> Any:
 
 
 def main(options: Options) -> None:
-    """Compile each, and print what it costs."""
+    """Compile the layer with each remat, and print its cost."""
     target, rows = Target.parse(options.target), []
     for remat in options.remat:
         compiled = compile_layer(target, remat, options.sequence)

@@ -1,8 +1,9 @@
 """Which schedules are optimal? Every named schedule against the optimum and the lower bound, for small sizes.
 
-Prints a table for each cost model: a row for each size, a column for each placement, and in it the optimum, the
-lower bound where that is lower, and how far each named schedule is above the optimum. Then each named schedule
-against the optimum within its own memory. docs/results.md shows the output.
+Prints a table for each cost model: a row for each size, a column for each placement, and in each cell the
+optimum, the lower bound where it is below the optimum, and how far each named schedule is above the optimum.
+Then it compares each named schedule with the optimum within the schedule's own memory. docs/results.md shows
+the output.
 
     python benchmarks/optimum.py [--time-limit 60]
 """

@@ -1,4 +1,4 @@
-"""The model against Hugging Face transformers, case by case, as a table: the tests' own cases and measure.
+"""The model against Hugging Face transformers, as a table with a row for each case; cases and measure are the tests'.
 
 python benchmarks/parity.py
 """

@@ -1,16 +1,18 @@
-"""This project's engine beside PyTorch's pipelines and JAX's GPipe by autodiff: same blocks, weights and schedules.
+"""This project's engine against PyTorch's pipelines and JAX's GPipe by autodiff: same blocks, weights and schedules.
 
 scripts/bench peers [--ranks 2 4] [--blocks mlp moe] [--rounds 5] [--microbatches 16]
 
-Needs PyTorch: `pip install -e '.[torch]'`. Linux only. On each side a rank is a process of its own, held to one core
-(rank modulo cores), and talks over gloo on the loopback; one process of each side also runs the plain step, gradient
-accumulation without a pipeline. Every program's loss and gradients are compared with the plain step of the other
-framework before it is timed; a row that is off by more than TOLERANCE is void. Then all programs take turns.
+Needs PyTorch: `pip install -e '.[torch]'`. Linux only. On each side a rank is a process of its own, bound to
+one core (rank modulo cores), and talks over gloo on the loopback; one process of each side also runs the
+plain step, gradient accumulation without a pipeline. Every program's loss and gradients are compared with the
+plain step of the other framework before it is timed; a row that is off by more than TOLERANCE is void. Then
+all programs take turns.
 
-CPU seconds are those of all threads of all ranks in one step, waiting threads that spin included, over those of the
-plain step of the same framework in the same round. The ideal wall time is that of a machine whose only loss is the
-bubble, given its cores: the plain step's, times the schedule's makespan over its work (F = I = W) or one over the
-cores, whichever is more. With more ranks than cores a rank's bubble is another's time, and only CPU seconds say much.
+CPU seconds are those of all threads of all ranks in one step, including threads that spin while they wait,
+divided by those of the plain step of the same framework in the same round. The ideal wall time is that of a
+machine with these cores whose only loss is the bubble: the plain step's wall time times the larger of two
+numbers, the ratio of the schedule's makespan to the work of all ranks (F = I = W), and one over the number of
+cores. With more ranks than cores other ranks compute in a rank's bubble, and only CPU seconds say much.
 """
 
 import argparse
@@ -33,8 +35,9 @@ from dualpipe_jax import schedule
 RANK = Path(__file__).parent / "sides" / "rank.py"
 TOLERANCE = 1e-4
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "100000000000", "MALLOC_ARENA_MAX": "1"}
-"""glibc hands memory back to the kernel after each step, and XLA, which asks for all of a step's at once, would pay for
-every page of it again: both sides keep theirs, as they do on an accelerator."""
+"""Environment variables by which glibc keeps memory. Otherwise it returns memory to the kernel after each
+step, and XLA, which asks for all memory of a step at once, would pay for each of its pages again. Both sides
+keep their memory, as they do on an accelerator."""
 PLAIN = ("torch", "plain"), ("jax", "plain")
 PROGRAMS = {
     ("torch", "1F1B"): "PyTorch 1F1B",
@@ -81,7 +84,7 @@ class Side:
             cleanup.callback(rank.kill)
 
     def ask(self, verb: str, name: str) -> list:
-        """What each rank answers; the first alone where the step is plain."""
+        """Send a command and return each rank's answer; a plain step runs on the first rank alone."""
         print(f"{verb} {self.framework} {name}", file=sys.stderr, flush=True)
         asked = self.ranks[:1] if name == "plain" else self.ranks
         for rank in asked:
@@ -93,7 +96,7 @@ class Side:
 
 
 def gradients(folder: str, framework: str, name: str) -> dict[str, np.ndarray]:
-    """Those of all ranks, by leaf and layer."""
+    """The gradients of all ranks, by leaf and layer."""
     found = {}
     for path in Path(folder).glob(f"{framework}.{name}.*.npz"):
         found |= np.load(path)
@@ -101,7 +104,7 @@ def gradients(folder: str, framework: str, name: str) -> dict[str, np.ndarray]:
 
 
 def off_by(case: Case, folder: str, checked: dict) -> dict:
-    """For each program how far its loss and gradients are from the other framework's plain step, relative."""
+    """The largest relative error of each program's loss and gradients against the other framework's plain step."""
     plain = {framework: gradients(folder, framework, "plain") for framework, _ in PLAIN}
     assert len(plain["jax"]) == case.layers * len(case.shapes())
     errors = {}
@@ -118,7 +121,7 @@ def off_by(case: Case, folder: str, checked: dict) -> dict:
 
 
 def stretch(case: Case, folder: str, name: str) -> float:
-    """A schedule's makespan over the work of one rank."""
+    """The ratio of a schedule's makespan to the work of one rank."""
     if name in ("ZBV", "DualPipeV"):
         table = schedule.from_torch_csv((Path(folder) / f"{name}.csv").read_text())
     else:
@@ -133,7 +136,7 @@ def study(case: Case, rounds: int) -> list[tuple[str, ...]]:
         folder = cleanup.enter_context(tempfile.TemporaryDirectory())
         sides = {framework: Side(framework, case, folder, cleanup) for framework in ("torch", "jax")}
         every = (*PLAIN, *PROGRAMS)
-        # PyTorch first: it leaves tables.
+        # PyTorch first, because it writes the tables that JAX's side reads.
         checked = {key: sides[key[0]].ask("check", key[1]) for key in every}
         errors = off_by(case, folder, checked)
         times = {key: [] for key in every}

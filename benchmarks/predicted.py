@@ -1,10 +1,11 @@
 """Predicted steps against measured ones: `dualpipe plan --target cpu:8` and the trainer, schedule by schedule.
 
-The planner times the units of a model on virtual CPU devices and makes steps of them; then each plan is run by
-scripts/train's own command, a process each, on its own text. Both are counted in core seconds, and neither is fitted
-to the other. A machine that others share may be a quarter slower at one time than at another: so units are timed
-before the runs and again after them, and the prediction is the mean. Printed: both times and the error, how far apart
-the two predictions are, how many pairs of schedules are in the wrong order, and how far apart these were measured.
+The planner times the units of a model on virtual CPU devices and predicts steps from them; then each plan is
+run by scripts/train's own command, in a process of its own, on the trainer's own text. Both are counted in
+core seconds, and neither is fitted to the other. A machine that others share may be a quarter slower at one
+time than at another: so units are timed before the runs and again after them, and the prediction is the mean.
+Printed are both times and the error, how far apart the two predictions are, the pairs of schedules in the
+wrong order, and how far apart these were measured.
 
     python benchmarks/predicted.py [SCHEDULE ...] [--model small] [--pp 4] [--ep 2] [--sequence 128] [--steps 6]
 """
@@ -30,11 +31,11 @@ from dualpipe_jax.present.table import Table
 
 SCHEDULES = "gpipe", "one_f_one_b", "zb_h1", "dualpipe", "dualpipe_v", "zb_v"
 BYTES = "vocab=256"
-"""What the trainer makes of a model for text read byte by byte."""
+"""The change that the trainer makes to a model for text that is read byte by byte."""
 
 
 def predict(target, wanted):
-    """Core seconds of a step by plan: what the planner finds, times the cores that it takes to be at work."""
+    """Each plan's choice and its core seconds of a step: the planner's seconds times the cores that it assumes busy."""
     with tempfile.TemporaryDirectory() as folder:
         search = Search(Answers(target, Cache(Path(folder)), None))
         search.explore(wanted)
@@ -50,8 +51,8 @@ def predict(target, wanted):
 
 
 def measure(choice, target, steps):
-    """Seconds of the trainer's steps with a plan, the first one left out: of all cores, and on the clock."""
-    # The trainer knows the model by its name, and its vocabulary from the text.
+    """The median seconds of the trainer's steps with a plan, without the first step: of all cores, and on the clock."""
+    # The trainer gets the model by its name, and the vocabulary from the text.
     plan = dataclasses.replace(choice.plan, set=())
     with tempfile.TemporaryDirectory() as folder:
         file, metrics = Path(folder, "plan.json"), Path(folder, "runs", "measured", "metrics.jsonl")
@@ -81,13 +82,13 @@ def measure(choice, target, steps):
 
 
 def environment():
-    """Where this checkout's trainer is found, and its devices are not asked for yet."""
+    """The environment variables of the trainer's process, with this checkout in PYTHONPATH."""
     root = str(Path(__file__).parents[1])
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
 
 
 def follow(process, metrics):
-    """Core seconds that a process has spent, and the clock, each time that it has written down a step."""
+    """Yield the core seconds that a process has spent, and the clock, each time that it has recorded a step."""
     seen = 0
     while process.poll() is None:
         lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
@@ -99,7 +100,7 @@ def follow(process, metrics):
 
 
 def swapped(predicted, measured):
-    """Pairs of schedules whose order is not the measured one; with the share by which their measured steps differ."""
+    """Pairs of schedules whose predicted order is not the measured one, and the relative difference of their steps."""
     found = []
     for a, b in itertools.combinations(predicted, 2):
         if (predicted[a] - predicted[b]) * (measured[a] - measured[b]) < 0:

@@ -1,10 +1,11 @@
-"""scripts/prepare --ray against one worker: how much sooner, and what a dead node costs.
+"""scripts/prepare --ray against one worker: how much faster it is, and what a dead node costs.
 
-The same documents are prepared by one process, by a process for each core, by a Ray cluster of three nodes of one core
-each on this machine, and by such a cluster of which a node is killed amid each pass. All must leave the same bytes.
-Seconds are of the whole command, start and all, and of both passes, from the first line of progress to the last. Nodes
-on one machine share its cores, so no more than these can be gained. Files are of one size and a piece each, so bytes
-that are read twice are at most that size for each piece that is begun again.
+The same documents are prepared by one process, by a process for each core, by a Ray cluster of three nodes of
+one core each on this machine, and by such a cluster in which a node is killed in the middle of each pass. All
+must write the same bytes. Seconds are those of the whole command, with its start, and those of both passes,
+from the first line of progress to the last. Nodes on one machine share its cores, so the speed-up is at most
+the number of cores. All files have one size, and each is one piece, so for each piece that is begun again at
+most that size is read twice.
 
     scripts/bench ray_prepare [--megabytes 32]
 """
@@ -30,7 +31,7 @@ NODE: dict[str, Any] = dict(num_cpus=1, object_store_memory=80 * 2**20, include_
 
 
 def write_documents(folder: Path, num_files: int, size: int) -> None:
-    """JSONL files of just ``size`` bytes each, of random words and some repeats."""
+    """Write JSONL files of exactly ``size`` bytes each, of random words and some repeated documents."""
     chance = random.Random(0)
     words = ["".join(chance.choices("etaoinshrdlu", k=chance.randint(2, 9))) for _ in range(20_000)]
     old: list[str] = []
@@ -56,9 +57,9 @@ def start(out: Path, data: Path, options: Sequence[str]) -> subprocess.Popen[str
 
 
 def follow(process: subprocess.Popen[str], cluster: Any = None) -> tuple[str, float]:
-    """What it said, and seconds of both passes from their first line of progress to the last.
+    """The output of a process, and the seconds of both passes from their first line of progress to the last.
 
-    With a cluster one of its nodes is killed when half of each pass is done.
+    If a cluster is given, one of its nodes is killed when half of each pass is done.
     """
     said, killed = "", set()
     times: dict[str, list[float]] = {}
@@ -77,7 +78,7 @@ def follow(process: subprocess.Popen[str], cluster: Any = None) -> tuple[str, fl
 
 
 def kill_a_node(cluster: Any) -> None:
-    """With its workers, which would outlive it for a moment, as their machine is not dead."""
+    """Kill a node and its workers, which would live a moment longer because their machine still runs."""
     node = cluster.list_all_nodes()[-1]
     raylet = node.all_processes["raylet"][0].process.pid
     workers = Path(f"/proc/{raylet}/task/{raylet}/children").read_text().split()
@@ -92,7 +93,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def main() -> None:
-    """Prepare, compare and print."""
+    """Prepare the documents in each way, compare the bytes and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=32)
     given = parser.parse_args()

@@ -1,10 +1,11 @@
-"""What each device and the host hold at most while an engine reads a model's weights.
+"""The peak memory of each device and of the host while an engine reads a model's weights.
 
-A model of random numbers is written, in Hugging Face's layout and as our own files, and read by processes of their own:
-by one device; over several, each of which reads its part; and over several from params that stand whole on the first of
-them, which is what must be where nothing is lazy. Devices' bytes are those of JAX's arrays, looked at around every
-tensor that is read and every array that is made; on a GPU or TPU also what its allocator says. Virtual CPU devices hold
-theirs in the host's memory, and share one copy of what all of them have.
+A model of random numbers is written, in Hugging Face's layout and as our own files, and read by processes of
+their own: onto one device; onto several, each of which reads its part; and onto several from params that are
+whole on the first of them, which is needed where nothing is lazy. A device's bytes are those of JAX's arrays,
+counted before and after every tensor that is read and every array that is made; on a GPU or TPU also those
+that its allocator reports. Virtual CPU devices have their arrays in the host's memory, and share one copy of
+an array that all of them have.
 
     scripts/bench reading_weights
     scripts/bench reading_weights --gb 1 --devices 8
@@ -38,7 +39,7 @@ ROWS = {
 
 
 def model_of(nbytes: float) -> Any:
-    """A configuration whose weights in bfloat16 take about so many bytes, nine tenths of them experts."""
+    """A configuration whose weights in bfloat16 take about ``nbytes`` bytes, nine tenths of them experts."""
     import jax.numpy as jnp
 
     from models import small
@@ -49,7 +50,7 @@ def model_of(nbytes: float) -> Any:
 
 
 def publish(folder: Path, nbytes: float) -> None:
-    """Write it layer by layer, so that no more is in memory."""
+    """Write the model in Hugging Face's layout, layer by layer, so that only one layer is in memory."""
     from models.plan import lay_out
     from models.weights.config_json import to_json
     from models.weights.names import entries
@@ -80,7 +81,7 @@ def convert(source: Path, target: Path) -> None:
 
 
 def measure(folder: Path, how: str, num_devices: int) -> None:
-    """Read it and print what was held, as JSON."""
+    """Read the weights into an engine, and print the memory that was used, as JSON."""
     import jax
 
     from dualpipe_jax.parallel import make_mesh
@@ -137,16 +138,18 @@ def measure(folder: Path, how: str, num_devices: int) -> None:
 
 
 def resident(what: str = "VmRSS") -> int:
-    """Bytes of this process in memory, now (VmRSS) or at most (VmHWM)."""
+    """The bytes of this process in memory, now (VmRSS) or at the peak (VmHWM)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * int(next(line for line in lines if line.startswith(what)).split()[1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--gb", type=float, default=0.6, help="of the model's weights in bfloat16")
+    parser.add_argument("--gb", type=float, default=0.6, help="gigabytes of the model's weights in bfloat16")
     parser.add_argument("--devices", type=int, default=4)
-    parser.add_argument("--folder", type=Path, help="where to write the model for a while; a temporary one")
+    parser.add_argument(
+        "--folder", type=Path, help="folder in which a temporary folder for the model is made"
+    )
     parser.add_argument("--child", nargs=2, metavar=("WHAT", "FOLDER"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:

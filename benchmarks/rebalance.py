@@ -1,8 +1,8 @@
 """What moving and copying experts gains where routing is uneven: drops, padded rows, the busiest device's load.
 
-The default text and model, two layers of it, with nothing that balances its routing: neither bias nor loss. Each
-row is a run by the trainer's own command on four devices of ep; one that is finished is not trained again. Figures are
-means of the last half of its steps.
+The text and model are the defaults, with two layers and nothing that balances the routing: neither bias nor
+loss. Each row is a run by the trainer's own command on four devices of ep; a run that is finished is not
+trained again. Figures are means over the last half of a run's steps.
 
     scripts/bench rebalance              # five runs of 80 steps: a few minutes on two cores
 """
@@ -31,7 +31,7 @@ ARMS = {
     "capacity 1.5, in order": ROOM,
     "capacity 1.5, moved, 4 redundant": (*ROOM, *COPIED),
 }
-"""What the table says -> options of the trainer."""
+"""The arm's title in the table -> options of the trainer."""
 SHARED = (
     *("--schedule", "gpipe", "--pp", "1", "--ep", str(EP), "--microbatches", str(MICROBATCHES)),
     *("--microbatch-size", str(SIZE), "--sequence", str(SEQUENCE), "--layers", str(LAYERS)),
@@ -40,7 +40,7 @@ SHARED = (
 
 
 def trained(name, options, runs):
-    """The records of a run, which is trained unless it is finished; runs of a folder share their programs."""
+    """The records of a run, which is trained unless it is finished; runs in one folder share compiled programs."""
     if not (runs / name / "report.html").exists():
         command = [sys.executable, "-m", "train", "--name", name, "--runs", str(runs), "--resume", *options]
         cache = {"JAX_COMPILATION_CACHE_DIR": str(runs / "cache"), "JAX_PLATFORMS": "cpu"}
@@ -53,7 +53,8 @@ def trained(name, options, runs):
 
 
 def rows_with_room(options):
-    """Rows that a step's experts multiply in all layers, filled or not, and those that are asked for."""
+    """The rows that a step's experts multiply in all layers, padding included (None if dropless), and the
+    rows that tokens ask for."""
     config = models.byte()
     asked = MICROBATCHES * SIZE * SEQUENCE * config.top_k * LAYERS
     if "capacity" not in options:
@@ -65,13 +66,14 @@ def rows_with_room(options):
 
 
 def figures(records, options):
-    """A row of the table: dropped, padded rows as a share of all, the busiest device's load, held-out loss."""
+    """The cells of a row: dropped, padded rows as a share of all, the busiest device's load over the mean,
+    the share of time that the others wait for it, moved experts, held-out loss."""
     steps = [record for record in records if "loss" in record]
     last = steps[len(steps) // 2 :]
     dropped = statistics.fmean(record["drop_rate"] for record in last)
     load = statistics.fmean(record["device_load"] for record in last)
     room, asked = rows_with_room(options)
-    # Without equal room for all there is no padding: what is in vain is the others' waiting for the busiest device.
+    # Dropless experts have no padding; there the waste is that the other devices wait for the busiest one.
     padded = "" if room is None else f"{1 - asked * (1 - dropped) / room:.1%}"
     moved = sum(record.get("experts_moved", 0) for record in records)
     heldout = [record["heldout_loss"] for record in records if "heldout_loss" in record][-1]
@@ -79,7 +81,7 @@ def figures(records, options):
 
 
 def main():
-    """Train and print the table."""
+    """Train the runs and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--runs", type=Path, default=Path("runs/rebalance"))

@@ -1,12 +1,13 @@
-"""Two servers behind HAProxy, one of which is killed, and one told to stop, under load: is any answer wrong, or lost?
+"""Two servers behind HAProxy, one of which is killed, or told to stop, under load: is any answer wrong, or lost?
 
 scripts/bench replicas [--clients 32] [--seconds 20]
 
-The balancer is that of docs/replicas/haproxy.cfg, and both servers share a --prefix-cache. All clients ask at its
-address; the answers are known from one client alone at one server. In each of three parts a server is ended in the
-midst and started again: with SIGKILL, with SIGKILL while an eighth of the clients leave in mid-stream, with SIGTERM. An
-answer that is wrong is an error anywhere. After SIGKILL only what had begun to be answered may fail, streams; after
-SIGTERM nothing may. Both servers must have answered in each part, before and after, and hold nothing at the end.
+The balancer is that of docs/replicas/haproxy.cfg, and both servers share a --prefix-cache. All clients ask at
+the balancer's address; the right answers are known from a single client at one server. In each of three parts
+the first server is ended in the middle and started again: with SIGKILL, with SIGKILL while an eighth of the
+clients leave in mid-stream, with SIGTERM. A wrong answer is always an error. After SIGKILL only streams whose
+answer had begun may fail; after SIGTERM nothing may fail. In each part the first server must have answered
+before its end and after its new start, and the second at all; both must hold nothing at the end.
 """
 
 import argparse
@@ -33,7 +34,7 @@ HELD = "serve_texts_open", "serve_slots_used", "serve_blocks_used"
 
 
 def balancer() -> str:
-    """The program. Raises SystemExit that says what to install."""
+    """The path of the program. Raises SystemExit with a message that says what to install, if it is missing."""
     found = shutil.which("haproxy", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     if found is None:
         raise SystemExit("error: there is no haproxy here: apt-get install haproxy, or brew install haproxy")
@@ -66,7 +67,7 @@ async def part(
     num_leaving: int,
     number: int,
 ) -> list[str]:
-    """End the first server by a signal in the midst, and start it again; return what is wrong."""
+    """Under load end the first server by the signal ``number``, and start it again; return what is wrong."""
     tally, enough = Tally(), asyncio.Event()
     before = [server.metrics()[ANSWERED] for server in servers]
     load = asyncio.create_task(crowd(url, known, tally, enough, num_clients, num_leaving))
@@ -117,7 +118,9 @@ async def main() -> None:
     """Run all parts; exit with 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=20, help="of each part, the start of a server aside")
+    parser.add_argument(
+        "--seconds", type=float, default=20, help="duration of each part, without a server's start"
+    )
     given = parser.parse_args()
     balancer()
     with tempfile.TemporaryDirectory() as name:
@@ -133,7 +136,9 @@ async def main() -> None:
         )
         servers = [Server(model, log, *shared) for _ in range(2)]
         try:
-            for server in servers:  # one after the other: the second finds the first one's programs
+            for (
+                server
+            ) in servers:  # one after the other, so that the second reuses the first one's compiled programs
                 server.start()
                 server.wait_until_ready()
             known = await alone(servers[0].url, questions(64, seed=0))

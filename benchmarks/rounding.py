@@ -1,6 +1,6 @@
-"""What sums of gradients in bfloat16 cost, by how many microbatches a step has.
+"""The error of gradients that are summed in bfloat16, by the number of microbatches of a step.
 
-The relative error of all gradients together, and that of the worst leaf, against sums in float32.
+Printed are the relative error of all gradients together, and that of the worst leaf, against sums in float32.
 
     python benchmarks/rounding.py
 """
@@ -22,7 +22,7 @@ from dualpipe_jax.schedule import one_f_one_b
 
 
 def gradients(num_microbatches, dtype):
-    """Of a small model at its first step, summed in ``dtype``; float64 [leaves]."""
+    """The gradients of a small model at its first step, summed in ``dtype``: a list of float64 leaves."""
     schedule, config = one_f_one_b(2, num_microbatches), models.tiny(num_layers=2)
     model = models.deepseek(config, 2, dispatch="dropless")
     pipeline = Pipeline(model.staged, schedule, make_mesh(2, 1), accumulate_dtype=dtype)
@@ -34,7 +34,7 @@ def gradients(num_microbatches, dtype):
 
 
 def error(found, wanted):
-    """Norm of the difference over the norm."""
+    """The norm of the difference over the norm of ``wanted``: of all leaves together, and of the worst leaf."""
     parts = [(np.sum((f - w) ** 2), np.sum(w**2)) for f, w in zip(found, wanted, strict=True)]
     of_all = np.sqrt(sum(d for d, _ in parts) / sum(n for _, n in parts))
     return of_all, max(np.sqrt(d / n) for d, n in parts if n > 0)

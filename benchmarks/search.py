@@ -1,9 +1,10 @@
-"""What the automatic scheduler gains over the named schedules, and how long it takes.
+"""How much shorter the automatic scheduler's schedules are than the named ones, and how long the search takes.
 
-For each setting of a grid (ranks, microbatches, costs F:I:W:FB and memory limit of a whole rank's share, one
-copy of the parameters): the makespan of the best named schedule that fits, that of the search, their ratio,
-the proven lower bound on the placement found, and the CPU seconds of the search. Named schedules that can be
-cut finer stand in both with two stages a rank and with four.
+For each setting of a grid (ranks, microbatches, costs F:I:W:FB, and a memory limit in activations of a whole
+rank's share, with one copy of the parameters) it prints the makespan of the best named schedule that fits,
+that of the search, their ratio, the ratio of the search's makespan to the proven lower bound on its
+placement, and the CPU seconds of the search. Named schedules that allow more stages per rank take part both
+with two stages a rank and with four.
 
     python benchmarks/search.py [--send 0.02] [--placement v] [--effort 0.25] [--large]
 """
@@ -33,13 +34,14 @@ from dualpipe_jax.schedule.optimize.search import search
 RANKS, TIMES = (2, 3, 4, 6, 8, 12, 16), (1, 2, 4, 8)
 
 RATIOS = ((1, 1, 1), (1, 1.64, 0.97), (1, 1, 1.5), (1, 2, 1), (1, 0.8, 1.2))
-"""F:I:W; W > I and I > F among them."""
+"""The costs F:I:W; W > I and I > F both occur."""
 
 GAINS = (0, 0.5, 1, 0.75)
-"""How much of min(F, B), all that it can, an overlapped pair saves."""
+"""The share of min(F, B) that an overlapped pair saves; at most it can save all of it."""
 
 LIMITS = (1.0, 0.6, 1.05, 2.0, math.inf)
-"""Memory limits in activations of a whole rank's share, over the ranks; at least one more than half of them."""
+"""Memory limits in activations of a whole rank's share, divided by the number of ranks. ``grid`` raises a
+limit to at least one activation more than half the ranks."""
 
 
 FINER = [
@@ -49,7 +51,7 @@ FINER = [
 
 
 def grid(send=0.0):
-    """Settings (ranks, microbatches, costs, memory limit): three for each of the counts, in turns."""
+    """Settings (ranks, microbatches, costs, memory limit): three for each pair of counts, costs and limits in turn."""
     turn = 0
     for ranks in RANKS:
         for times in TIMES:
@@ -64,7 +66,7 @@ def grid(send=0.0):
 
 
 def best_named(ranks, microbatches, costs, limit, placement):
-    """The shortest named schedule with one copy of the parameters that fits, on the placement if given."""
+    """The shortest named schedule that fits and has one copy of the parameters, on the placement if one is given."""
     candidates = choose(ranks, microbatches, costs, limit, schedules=[*ALL_SCHEDULES, *FINER])
     one_copy = [c for c in candidates if c.fits and c.num_copies == 1]
     there = (c for c in one_copy if placement is None or c.schedule.placement == placement)
@@ -72,7 +74,7 @@ def best_named(ranks, microbatches, costs, limit, placement):
 
 
 def report(setting, placement, effort):
-    """Search one setting and print its line; return the ratio to the best named, or None if none fits."""
+    """Search one setting and print its line; return the ratio to the best named schedule, or None if none fits."""
     ranks, microbatches, costs, limit = setting
     where = None if placement == "any" else placement
     on = {"any": None, "linear": Placement.linear(ranks), "v": Placement.v(ranks)}[placement]
@@ -101,7 +103,7 @@ def main():
     parser.add_argument("--placement", default="any", choices=("any", "linear", "v"))
     parser.add_argument("--effort", type=float, default=0.25)
     parser.add_argument(
-        "--send", type=float, default=0.0, help="a transfer to another rank, in the unit of F"
+        "--send", type=float, default=0.0, help="time of a transfer to another rank, in the unit of F"
     )
     parser.add_argument("--most-ranks", type=int, default=max(RANKS), help="leave out settings of more ranks")
     parser.add_argument(
@@ -127,7 +129,7 @@ def main():
 
 
 def large(send):
-    """16 ranks by 64 microbatches: pairs that gain nothing, or a quarter of F + B; three memory limits."""
+    """Settings of 16 ranks by 64 microbatches: pairs save nothing, or a quarter of F + B; three memory limits."""
     for f, i, w in RATIOS[:2]:
         for fb in (1, 0.75):
             for limit in (9, 16, 16.5):

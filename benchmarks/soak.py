@@ -1,15 +1,16 @@
-"""A server under clients of whom a third leave in mid-stream: is any answer wrong, any slot lost, any memory?
+"""A server under clients of which a third leave in mid-stream: is any answer wrong, is any slot or memory lost?
 
 scripts/bench soak [--minutes 10] [--clients 64] [--kills 3] [--growth 32]
 
-The answers are known from one client alone, of a server without a cache on disk. Then a server with one is asked by all
-clients at once; a third of them leave while they wait or in the midst of their answer, and what they had must be how
-the answer begins. At the end slots, blocks and open files must be as at the beginning. The process's memory may not
-have grown by more than --growth MiB since a fifth of the time. No request may fail.
+The right answers are known from a single client at a server without a cache on disk. Then all clients at once
+ask a server with such a cache; a third of them leave while they wait or in the middle of their answer, and
+what they received must be the beginning of the right answer. At the end the server must hold no more slots,
+blocks and open files than at the beginning. The process's memory may not have grown by more than --growth MiB
+since a fifth of the time had passed. No request may fail.
 
-Then it is killed with SIGKILL under load and started again with the same --prefix-cache, --kills times. At the end some
-files of the cache are cut off or changed, as a machine that loses its power may leave them, and one client alone must
-get the same answers, with beginnings taken from the rest.
+Then the server is killed with SIGKILL under load and started again with the same --prefix-cache, --kills
+times. At the end some files of the cache are cut off or changed, as a power failure may leave them, and a
+single client must get the same answers, with beginnings taken from the undamaged files.
 """
 
 import argparse
@@ -33,7 +34,7 @@ NUM_ROWS = 20
 
 
 async def soak(server: Server, known: Known, seconds: float, num_clients: int, growth: int) -> list[str]:
-    """Print what the server holds as time goes by, and return what is wrong at the end."""
+    """Put load on the server, print what it holds at intervals, and return what is wrong at the end."""
     before, tally, enough, memory = server.wait_until_idle(), Tally(), asyncio.Event(), list[float]()
     print(
         "| s | memory, MiB | open texts | slots | blocks | right | wrong | left | failed |\n"
@@ -78,7 +79,7 @@ async def soak(server: Server, known: Known, seconds: float, num_clients: int, g
 
 
 async def kill(server: Server, known: Known, num_clients: int, chance: random.Random) -> list[str]:
-    """Kill it under load and start it again; return what is wrong. What fails then is only counted."""
+    """Kill the server under load and start it again; return the wrong answers. Requests that fail are only counted."""
     tally, enough = Tally(), asyncio.Event()
     load = asyncio.create_task(crowd(server.url, known, tally, enough, num_clients, num_clients // 3))
     moment = chance.randint(1, 2 * num_clients)
@@ -98,7 +99,7 @@ async def kill(server: Server, known: Known, num_clients: int, chance: random.Ra
 
 
 def damage(folder: Path) -> int:
-    """Cut off a third of the files in half, and change a byte of another third; how many in all."""
+    """Cut a third of the files in half, and change a bit in another third; return the number of damaged files."""
     files = sorted(folder.glob("*/*.safetensors"))
     for number, file in enumerate(files):
         content = bytearray(file.read_bytes())
@@ -108,7 +109,7 @@ def damage(folder: Path) -> int:
 
 
 async def believe(server: Server, known: Known, folder: Path) -> list[str]:
-    """Damage the cache of a server that does not run, start it, and return what is wrong with its answers."""
+    """Damage the cache of a server that is not running, start it, and return what is wrong with its answers."""
     num_damaged, said = damage(folder), len(server.log.read_text())
     server.start()
     await asyncio.to_thread(server.wait_until_ready)
@@ -130,7 +131,7 @@ async def believe(server: Server, known: Known, folder: Path) -> list[str]:
 
 
 async def main() -> None:
-    """Run all of it; exit with 1 if anything is wrong."""
+    """Run all parts; exit with 1 if anything is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--clients", type=int, default=64)
@@ -150,7 +151,8 @@ async def main() -> None:
             servers[0].stop()
             servers[1].start()
             servers[1].wait_until_ready()
-            half = dict(list(known.items())[::2])  # the others come when it is killed, and are written then
+            # The other half is new to the server when it is killed, so that it is writing files then.
+            half = dict(list(known.items())[::2])
             wrong += await soak(servers[1], half, 60 * given.minutes, given.clients, given.growth)
             for _ in range(given.kills):
                 wrong += await kill(servers[1], known, given.clients, chance)

@@ -1,10 +1,11 @@
-"""Bytes that a step writes, compiled for an H100 that is not here: the engine's beside plain accumulation's, pp 1.
+"""The bytes that a step writes, compiled for an H100 that is not here: the engine against plain accumulation, pp 1.
 
-The program is that of `scripts/bench gpu --parts step`: 8 layers of width 4096, 8 microbatches, each layer with leaves
-of its own or a stage's layers stacked. Every instruction counts what it writes as often as it runs: the scan by its
-trips, a guard's body as often as the table runs its unit. Products and attention stand apart: there the engine writes
-more, for its products add to the sums of gradients themselves, what plain accumulation does in a pass of its own. Last
-comes what a tick takes beside its units by the roofline, which is what its guards cost.
+The program is that of `scripts/bench gpu --parts step`: 8 layers of width 4096, 8 microbatches, each layer
+with leaves of its own or a stage's layers stacked. The bytes that an instruction writes are counted as often
+as it runs: the body of the scan once per trip, the body of a guard as often as the table runs its unit.
+Products and attention are listed apart: there the engine writes more, because its products themselves add to
+the sums of gradients, which plain accumulation does in a separate pass. The last column is the time of a tick
+without its units, by the roofline: the cost of its guards.
 
     scripts/bench step_bytes            # in an environment with the extra `cuda`; needs no GPU, 10 minutes of CPU
 """
@@ -37,9 +38,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--target", default="h100:1x1", help="that GPU")
+    parser.add_argument("--target", default="h100:1x1", help="GPU to compile for")
     parser.add_argument(
-        "--largest", type=int, default=0, metavar="N", help="also the N largest of the others"
+        "--largest",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also list the N largest of the other instructions",
     )
     options = parser.parse_args()
     try:
@@ -77,7 +82,7 @@ def main() -> None:
 
 
 class Bytes:
-    """Bytes that a program writes, by products and attention and by all other instructions."""
+    """The bytes that a program writes: those of products and attention, and those of all other instructions."""
 
     def __init__(self, target: Target, function, runs: dict[UnitKey, int], *args):
         compiled = function.lower(*args).compile(inspect.recommended_compiler_options("gpu"))
@@ -108,7 +113,7 @@ class Bytes:
 
 
 def times_of(module: Module, runs: dict[UnitKey, int]) -> dict[str, float]:
-    """How often each computation runs; the bodies of one unit share its runs."""
+    """How often each computation runs; if a unit has several bodies, its runs are divided equally among them."""
     found = units_in(module) if runs else {}
     if found.keys() != runs.keys():
         raise ValueError(f"the program has the units {sorted(found)}, and the table {sorted(runs)}")

@@ -1,8 +1,9 @@
-"""What a pipelined step costs over plain gradient accumulation of the same work, in CPU seconds.
+"""The cost of a pipelined step relative to plain gradient accumulation of the same work, in CPU seconds.
 
-One transformer layer of width 512 a stage, 16 microbatches. A pipeline of 4 ranks shares this machine's cores, so
-wall time says little: CPU seconds of one step over those of one JAX program that accumulates gradients over
-the same microbatches on one device. The two take turns, ratios are of neighbours, the median is quoted.
+8 transformer layers of width 512, 16 microbatches. A pipeline of 4 ranks shares this machine's cores, so wall
+time says little: the ratio is that of the CPU seconds of one step to those of one JAX program that
+accumulates gradients over the same microbatches on one device. The two programs take turns, each ratio is of
+two neighbouring runs, and the median is quoted.
 
     python benchmarks/step_cost.py [--rounds 5]
 """
@@ -44,7 +45,7 @@ def layer(p, x):
 
 
 def model(layers_per_stage):
-    """Stages of ``layers_per_stage`` layers."""
+    """A model whose stages have ``layers_per_stage`` layers."""
 
     def stage(params, x):
         for i in range(layers_per_stage):

@@ -1,4 +1,4 @@
-"""One bench for both: on a GPU functions are compiled, run and timed, for a GPU that is not here only compiled."""
+"""One bench for two uses: on a GPU functions are compiled, run and timed; for a GPU that is not here only compiled."""
 
 import collections
 import gzip
@@ -24,16 +24,17 @@ TRIALS = 5
 
 
 class OutOfTime(Exception):
-    """The minutes that were given are over."""
+    """Raised when the time that was given is over."""
 
 
 class Bench:
     """Compiles, runs and times functions, and keeps a record of each.
 
     Attributes:
-      records: what was found, a dict for each function or fact, printed as a line of JSON when it is found.
-      compiles_only: whether there is no GPU: arrays are shapes then.
-      gpu: what is known of the device: its peak, and the clock in whose cycles predictions are made.
+      records: the results, a dict for each function or fact, each printed as a line of JSON as soon as it is
+        known.
+      compiles_only: whether functions are only compiled, because there is no GPU; arrays are shapes then.
+      gpu: the data of the device: its peak, and the clock for predictions in cycles.
     """
 
     def __init__(self, target: str | None, minutes: float, texts: Path | None = None):
@@ -54,7 +55,7 @@ class Bench:
     # ------------------------------------------------------------------------------ arrays
 
     def normal(self, seed: int, *shape: int, dtype: Any = jnp.bfloat16, scale: float = 0.125) -> Any:
-        """Random numbers. Never constants: a GPU multiplies those a tenth faster, for they take less power."""
+        """Random numbers, not constants: a GPU multiplies constants a tenth faster, because they take less power."""
 
         def draw() -> jax.Array:
             return (scale * jax.random.normal(jax.random.key(seed), shape, jnp.float32)).astype(dtype)
@@ -66,7 +67,7 @@ class Bench:
         return self.made(lambda: jax.tree.map(jnp.asarray, values))
 
     def made(self, make: Callable[..., Any], *args: Any) -> Any:
-        """What a function makes, neither timed nor recorded."""
+        """The results of a function, neither timed nor recorded."""
         if self.compiles_only:
             return jax.tree.map(self._abstract, jax.eval_shape(make, *args))
         return jax.block_until_ready(jax.jit(make)(*args))
@@ -77,7 +78,7 @@ class Bench:
     # ------------------------------------------------------------------------------ records
 
     def say(self, name: str, **facts: Any) -> None:
-        """Record and print."""
+        """Record facts under a name, and print the record."""
         record = {"part": self.part, "name": name, **facts}
         self.records.append(record)
         print(json.dumps(record), flush=True)
@@ -98,21 +99,25 @@ class Bench:
         """Compile and time a function.
 
         Args:
-          name: of the record.
-          function: of ``args``.
-          args: arrays, as this bench makes them.
-          flops: operations that it is for, from which TFLOP/s and the share of the peak are made.
-          traffic: bytes that it must read and write, from which TB/s are made.
-          predict: whether to record what the roofline says of the compiled program; or its cycles by a report and the
-            module, of a program with loops whose trips only its table knows.
-          options: of the compiler.
-          seconds: of one trial, of which there are five; the median is recorded.
-          sums: arrays that the function takes behind ``args`` and returns, changed, behind all else; the new ones take
-            the place of the old, as in a step.
-          facts: more to record.
+          name: the name of the record.
+          function: the function of ``args``.
+          args: the arguments, arrays as this bench makes them.
+          flops: the operations that the function is for, from which TFLOP/s and the share of the peak are
+            computed.
+          traffic: the bytes that it must read and write, from which TB/s are computed.
+          predict: whether to record the roofline's time of the compiled program; or a function of the report
+            and the module that returns its cycles, for a program with loops whose trips only its table gives.
+          options: the options of the compiler; None for the recommended ones.
+          seconds: the duration of one trial, of which there are five; the median is recorded.
+          sums: arrays that the function takes after ``args`` and returns, changed, after all other results;
+            the new ones are written to the memory of the old, as in a step.
+          facts: further facts to record.
 
         Returns:
-          What the function returns, without sums; of a program that was only compiled, its shapes.
+          The results of the function without sums; if it was only compiled, their shapes.
+
+        Raises:
+          OutOfTime: the time that was given is over.
         """
         if time.monotonic() > self._end:
             raise OutOfTime
@@ -131,13 +136,14 @@ class Bench:
         if self.compiles_only:
             facts |= {"calls": _calls(compiled.as_text()), "bytes_outside_loops": _bytes(compiled)}
             text = lowered.as_text()
-            # The compiler expands it into products of all rows with each group's matrix, and leaves no trace.
+            # The compiler expands a ragged_dot into products of all rows with each group's matrix, and the
+            # compiled text does not show it.
             facts["dense_ragged"] = text.count('"chlo.ragged_dot"')
             self.say(name, **facts, unordered_scatters=unordered_scatters(text), flops=flops)
             out = jax.tree.map(self._abstract, jax.eval_shape(function, *given))
             return out if sums is None else out[:-1]
         if sums is not None:
-            sums = jax.tree.map(jnp.copy, sums)  # the caller's stay
+            sums = jax.tree.map(jnp.copy, sums)  # so that the caller's arrays are not donated
 
         def run() -> Any:
             nonlocal sums
@@ -145,7 +151,7 @@ class Bench:
                 return compiled(*args)
             out = compiled(*args, sums)
             sums = out[-1]
-            return out  # with them: a function that returns nothing else is waited for, too
+            return out  # with the sums, so that a function that returns nothing else is waited for, too
 
         out = jax.block_until_ready(run())
         if sums is not None:
@@ -169,7 +175,7 @@ class Bench:
 
     @contextmanager
     def going_on(self, part: str) -> Iterator[None]:
-        """A part of the bench: what fails in it is recorded, and the next part runs."""
+        """The context of one part of the bench: an error in it is recorded, and the next part runs."""
         self.part = part
         self.say("begins")
         started = time.monotonic()
@@ -184,20 +190,21 @@ class Bench:
 
 
 def unordered_scatters(text: str) -> int:
-    """How many scatters of a lowered program's text let updates of floats meet: a GPU then takes them in any order."""
+    """The number of scatters of floats in a lowered program's text whose updates may hit the same element; a
+    GPU then applies these updates in any order."""
     scatters = re.findall(r'"stablehlo\.scatter".*?\}\) : [^\n]*', text, re.DOTALL)
     floats = [one for one in scatters if re.search(r"-> tensor<(?:\d+x)*(?:f|bf)\d+>$", one)]
     return sum("unique_indices = true" not in one for one in floats)
 
 
 def error(found: Any, wanted: Any) -> float:
-    """The norm of what differs over that of what is wanted, in float64; NaN never is small."""
+    """The norm of the difference over the norm of ``wanted``, in float64; NaN in ``found`` gives NaN."""
     found, wanted = (np.asarray(jax.device_get(a), np.float64) for a in (found, wanted))
     return float(np.linalg.norm((found - wanted).ravel()) / max(np.linalg.norm(wanted.ravel()), 1e-30))
 
 
 def _timed(run: Callable[[], Any], seconds: float) -> tuple[float, float]:
-    """Seconds of a run, the median of trials of many runs in a row, and the largest over the least."""
+    """The median seconds of a run over trials of many runs in a row, and the slowest trial over the fastest."""
     started = time.perf_counter()
     jax.block_until_ready(run())
     number = max(1, min(200, round(seconds / max(time.perf_counter() - started, 1e-6))))
@@ -220,12 +227,12 @@ _CALL = re.compile(r'custom_call_target="([^"]+)"')
 
 
 def _calls(text: str) -> dict[str, int]:
-    """How often each kernel is called."""
+    """The number of calls of each kernel in a program's text."""
     return dict(collections.Counter(_CALL.findall(text)))
 
 
 def _bytes(compiled: Any) -> int:
-    """Read and written by what the program runs itself; its loops count nothing."""
+    """The bytes that the program reads and writes outside its loops."""
     module = inspect.read(compiled)
     entry = module.computations[module.entry]
     moving = (i for i in entry if i.opcode not in _STILL)

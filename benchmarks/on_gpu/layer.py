@@ -1,9 +1,9 @@
 """A layer of DeepSeek-V3 as one of 64 devices has it: 8 experts on 4,096 tokens, top 8, and no exchange.
 
-F, B, the halves I and W of B, and F and B as one pair. As in a step, gradients of parameters are added to sums in
-float32, which take the place of those before; beside them the pair as it would be for gradients that nobody adds up,
-rounded to bfloat16. FLOPs are the model's: two for each weight that a token meets, and the lower half of attention's
-scores; of B, I and W once or twice as many, whatever the program computes.
+Timed are F, B, the halves I and W of B, and F and B as one pair. As in a step, gradients of parameters are
+added to float32 sums, in the same memory; for comparison also the pair whose gradients are rounded to
+bfloat16 and not summed. FLOPs are the model's: two for each weight that a token meets, and the lower half of
+attention's scores; I and W count as one F each, and B as two, whatever the program computes.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ TOKENS = 4096
 
 
 def forward_flops(c: models.Config, tokens: int) -> float:
-    """Of one layer's forward."""
+    """The FLOPs of one layer's forward."""
     keys = c.qk_nope_dim + c.qk_rope_dim
     attention = (
         c.dim * c.q_lora_rank + c.q_lora_rank * c.num_heads * keys + c.dim * (c.kv_lora_rank + c.qk_rope_dim)
@@ -41,7 +41,7 @@ def layer(
     matmul: str = "auto",
     units: str = "F B I W FB rounded",
 ) -> None:
-    """One way of dispatch; with "float8" as payload or matmul, beside which goes the same in bfloat16."""
+    """Time F and the other ``units`` of a layer with one kind of dispatch, payload and matmul."""
     changes = dict(
         num_layers=3, num_dense_layers=0, num_mtp_layers=0, num_experts=8, num_groups=1, top_groups=1
     )
@@ -78,7 +78,7 @@ def layer(
     sums = bench.made(lambda: [jnp.zeros(shape, jnp.float32) for shape in summed])
 
     def added(dparams: list[Any], sums: list[Any]) -> list[Any]:
-        """What the plan's programs have not added themselves is added here."""
+        """Add the gradients to their sums where the plan's programs have not done so themselves."""
         pairs = enumerate(zip(sums, dparams, strict=True))
         return [made if k in plan.sums else total + made for k, (total, made) in pairs]
 

@@ -1,4 +1,4 @@
-"""What a GPU gives the parts of a layer of DeepSeek-V3: products, attention, grouped products, copies."""
+"""The speed of the parts of a layer of DeepSeek-V3 on a GPU: products, attention, grouped products, copies."""
 
 import functools
 from typing import Any
@@ -27,7 +27,7 @@ PRODUCTS = {
 
 
 def products(bench: Bench) -> None:
-    """Products by shape, of random numbers; one of constants, which flatters."""
+    """Time products by shape, of random numbers; and one of constants, whose time is too good."""
     for name, (rows, inner, width) in PRODUCTS.items():
         a, b = bench.normal(0, rows, inner), bench.normal(1, inner, width)
         bench.time(name, jnp.matmul, a, b, flops=2.0 * rows * inner * width, seconds=0.05)
@@ -45,8 +45,8 @@ def products(bench: Bench) -> None:
 
 
 def attention(bench: Bench) -> None:
-    """MLA's heads, keys of 192 and values of 128, causal: F, and F with B. Positions come first, as projections make
-    them."""
+    """Time causal attention of MLA's heads, keys of 192 and values of 128: F, and F with B. Positions are the
+    dim before heads, as projections make them."""
     heads, keys, values, scale = 128, 192, 128, 0.1
     widths = keys, keys, values, values
     q, k, v, d = (bench.normal(5 + i, 1, TOKENS, heads, width) for i, width in enumerate(widths))
@@ -71,7 +71,7 @@ def attention(bench: Bench) -> None:
     for name, kernel in kernels.items():
         forward, both = of(kernel)
         bench.time(f"{name}: F", forward, q, k, v, flops=flops)
-        # 2.5 times a forward's: the scores once more, and four gradients.
+        # The backward is 2.5 times the forward's FLOPs: the scores once more, and four gradients.
         outs[name] = bench.time(f"{name}: F and B", both, q, k, v, d, flops=3.5 * flops)
     if not bench.compiles_only:
         ours, padded = (jax.tree.leaves(tree) for tree in outs.values())
@@ -82,7 +82,8 @@ UNEQUAL = np.array([-1000, 1000, 300, -300, -2048, 2048, -7, 7], np.int32) + TOK
 
 
 def grouped(bench: Bench) -> None:
-    """8 groups of about 4,096 rows: our kernels for this GPU and in Triton, beside JAX's and the compiler's own way."""
+    """Time grouped products of 8 groups of about 4,096 rows: by our kernels for this GPU and in Triton, by
+    JAX's kernels, and by ``lax.ragged_dot``."""
     rows = EXPERTS * TOKENS
     x, dy = bench.normal(10, rows, DIM), bench.normal(11, rows, HIDDEN)
     w, sizes = bench.normal(12, EXPERTS, DIM, HIDDEN), bench.given(UNEQUAL)
@@ -104,7 +105,7 @@ def grouped(bench: Bench) -> None:
         return
     if name == "hopper":
         bench.time("jax: dw, bfloat16", _jax_gradient, x, dy, sizes, flops=flops)
-    else:  # it has none of dw for a Blackwell, and asks the device how many multiprocessors there are
+    else:  # JAX has no kernel of dw for a Blackwell; this one asks the device how many multiprocessors there are
         bench.time("jax: F", _jax_product_on_blackwell, x, w, sizes, flops=flops)
     wanted = [jax.jit(f)(*args) for f, args in (
         (jax.lax.ragged_dot, (x, w, sizes)),
@@ -121,7 +122,7 @@ WALKS = [(stages, snake) for snake in (2, 4, 8) for stages in (3, 4)]
 
 
 def walks(bench: Bench) -> None:
-    """Other ways through the kernels' tiles, for an expert of DeepSeek-V3 and for 64 of V2-Lite."""
+    """Time other orders of the kernels' tiles, for 8 experts of DeepSeek-V3 and for 64 of V2-Lite."""
     cases = {
         "v3": (EXPERTS * TOKENS, DIM, HIDDEN, UNEQUAL),
         "v2-lite": (24576, 2048, 1408, np.full(64, 384, np.int32)),
@@ -138,7 +139,9 @@ def walks(bench: Bench) -> None:
             by = functools.partial(mosaic._of_many, tiles=tiles, walk=walk)
             bench.time(f"{name}: F", by, x, w, sizes, **facts)
             bench.time(f"{name}: dx", functools.partial(by, transpose=True), dy, w, sizes, **facts)
-            if stages == mosaic.GRADIENT.stages:  # its result is wide: there is no room for more
+            if (
+                stages == mosaic.GRADIENT.stages
+            ):  # its result is wide, so shared memory has no room for more stages
                 bench.time(
                     f"{name}: dw", functools.partial(_adding, tiles, walk), x, dy, sizes, sums=so_far, **facts
                 )
@@ -149,7 +152,7 @@ def _adding(tiles: Any, walk: mosaic.Walk, x: Any, dy: Any, sizes: Any, so_far: 
 
 
 def _mosaic(bench: Bench) -> tuple[str, mosaic.Tiles]:
-    """The name of this GPU's kernels, and how they make tiles."""
+    """The name of this GPU's kernels, and their tiles."""
     name = "blackwell" if "B200" in bench.device.device_kind else "hopper"
     return name, mosaic.TILES[name]
 
@@ -211,8 +214,8 @@ ODD = {
 
 
 def shapes(bench: Bench) -> None:
-    """Shapes that the kernels do not take as they are, with NaN past the last group: values and gradients, against
-    float64 on the host."""
+    """Check shapes that the kernels do not take as they are, with NaN past the last group: values and
+    gradients against those in float64 on the host."""
     for name, (rows, dim, width, sizes) in ODD.items():
         rng = np.random.default_rng(0)
         x, w, dy = (rng.normal(size=s) for s in ((rows, dim), (len(sizes), dim, width), (rows, width)))

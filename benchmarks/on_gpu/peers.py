@@ -1,4 +1,4 @@
-"""PyTorch's side of the parts, on the same GPU. Left out by name where there is no PyTorch."""
+"""PyTorch's side of the parts, on the same GPU. Without PyTorch it is recorded as left out."""
 
 import functools
 import statistics
@@ -16,7 +16,7 @@ Timed = Callable[[str, Callable[[], Any], float], None]
 
 
 def torch_parts(bench: Bench) -> None:
-    """Products, attention and grouped products."""
+    """Time products, grouped products, attention, a layer and generation in PyTorch."""
     if bench.compiles_only:
         bench.say("left out", reason="it runs, and compiles for nothing that is not here")
         return
@@ -96,7 +96,7 @@ def _attention(timed: Timed, normal: Callable[..., Any]) -> None:
 
 
 def _generate(bench: Bench) -> None:
-    """Transformers' ``generate`` of what ``serving`` generates."""
+    """Time transformers' ``generate`` of the same model, prompts and lengths as in ``serving``."""
     import torch
 
     try:
@@ -140,7 +140,7 @@ LAYER = dict(
 def transformers_layer(
     sizes: dict[str, Any], tokens: int, device: str
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Forward, and forward and backward, of transformers' layer of DeepSeek-V3, its experts by ``_grouped_mm``."""
+    """Forward, and forward with backward, of transformers' layer of DeepSeek-V3, with experts by ``_grouped_mm``."""
     import torch
     import transformers
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modelling

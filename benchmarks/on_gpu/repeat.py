@@ -1,4 +1,4 @@
-"""Whether a step gives the same bits when it is run again: a small model of DeepSeek-V2's kind, by leaves."""
+"""Whether a step gives the same bits when it is run again: a small model of DeepSeek-V2's kind, leaf by leaf."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ TRIES = 4
 
 
 def repeat(bench: Bench) -> None:
-    """Gradients of one step, again and again, with the flag that this process was started with."""
+    """Compute the gradients of one step several times, with the flags that this process was started with."""
     import os
 
     numbers = models.v2_lite(num_layers=3, num_dense_layers=1)
@@ -47,7 +47,7 @@ def repeat(bench: Bench) -> None:
 
 
 def _that_differ(first: Tree, second: Tree) -> set[str]:
-    """Paths of leaves whose bits are not the same."""
+    """The paths of leaves whose bits differ."""
     paths, leaves = zip(*jax.tree.leaves_with_path(first), strict=True)
     pairs = zip(leaves, jax.tree.leaves(second), strict=True)
     told = [a.dtype != jax.dtypes.float0 and not _same_bits(a, b) for a, b in pairs]
@@ -56,6 +56,6 @@ def _that_differ(first: Tree, second: Tree) -> set[str]:
 
 @jax.jit
 def _same_bits(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Compared where they lie: gradients of gigabytes take a minute to the host."""
+    """Whether all bits are equal, compared on the device: copying gigabytes of gradients to the host takes a minute."""
     words = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
     return jnp.all(lax.bitcast_convert_type(a, words) == lax.bitcast_convert_type(b, words))

@@ -1,8 +1,9 @@
-"""Generating text: nine layers of V2-Lite with random weights, prompts of 128 tokens and 128 new ones of each.
+"""Generating text: nine layers of V2-Lite with random weights, prompts of 128 tokens and 128 new tokens for each.
 
-Prompts are new in every round, for an engine knows the beginnings of those that it has served. Each round's tokens are
-told by a checksum: with an option of the compiler that changes no number they must be those without it. Which tiles
-products take is tried out at every start, and changes numbers, too; ``XLA_FLAGS=--xla_gpu_autotune_level=0`` spares it.
+Prompts are new in every round, because an engine reuses the beginnings of prompts that it has served. A
+checksum of each round's tokens is recorded: a compiler option that does not change results must give the same
+checksum. The compiler tries out the tiles of products at every start, and they change results, too;
+``XLA_FLAGS=--xla_gpu_autotune_level=0`` turns that off.
 """
 
 import functools
@@ -23,7 +24,7 @@ PROMPT, NEW, BATCHES, ROUNDS = 128, 128, (1, 16, 64), 3
 
 
 def serving(bench: Bench) -> None:
-    """Tokens a second and milliseconds of a step, by the number of requests."""
+    """Time serving: tokens a second and milliseconds of a step, by the number of requests."""
     if bench.compiles_only:
         bench.say("left out", reason="the engine compiles its programs for the devices that it has")
         return
@@ -54,7 +55,7 @@ def _narrow(leaf: Any) -> Any:
 
 
 def _generate(engine: Engine, prompts: np.ndarray) -> tuple[float, float, int]:
-    """Seconds until all requests have their first token, and until they have all; a checksum of all tokens."""
+    """Seconds until all requests have their first token, and until they have all tokens; a checksum of all tokens."""
     firsts: list[float] = []
     texts: list[list[int]] = [[] for _ in prompts]
 

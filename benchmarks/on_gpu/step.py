@@ -1,7 +1,8 @@
-"""What the engine's step costs over plain accumulation on one GPU: pp 1, 8 layers of width 4096, 8 microbatches.
+"""The cost of the engine's step against plain accumulation on one GPU: pp 1, 8 layers of width 4096, 8 microbatches.
 
-Each layer has leaves of its own, or a stage's layers are stacked in one and sliced by the stage. The engine casts them
-to bfloat16 once a step (``compute_dtype``); plain accumulation casts them once a step, too, before its scan.
+Each layer has leaves of its own, or the layers of a stage are stacked in one leaf, which the stage slices.
+The engine casts parameters to bfloat16 once a step (``compute_dtype``); plain accumulation also casts them
+once a step, before its scan.
 """
 
 import collections
@@ -28,7 +29,8 @@ FORMS = (
     *((make, "loop", "stacked") for make in (dualpipe_v, zb_v, one_f_one_b, zb_h1)),
     (zb_v, "switch", "stacked"),
 )
-"""Schedule, guards, and whether each layer has leaves of its own or a stage's layers are stacked."""
+"""The schedule, the form of guards, and whether each layer has leaves of its own or a stage's layers are
+stacked."""
 SHAPES = {
     "qkv": (WIDTH, 3 * WIDTH),
     "out": (WIDTH, WIDTH),
@@ -51,7 +53,7 @@ def layer(p: Any, x: Any) -> Any:
 
 
 def stage(params: Any, x: Any) -> Any:
-    """Layers, given as a list of trees or as one tree of leaves [layers, ...]."""
+    """Compute layers, which are a list of trees or one tree of leaves [layers, ...]."""
     if isinstance(params, dict):
         params = [{name: leaf[i] for name, leaf in params.items()} for i in range(len(params["norm1"]))]
     for p in params:
@@ -74,7 +76,7 @@ def model(num_stages: int) -> StagedModel:
 
 
 def parameters(num_stages: int, leaves: str = "own") -> Any:
-    """Of the engine, for so many stages; the same numbers however they are cut and laid."""
+    """The engine's parameters for ``num_stages`` stages; their values do not depend on the stages or on ``leaves``."""
     keys = iter(jax.random.split(jax.random.key(0), LAYERS * len(SHAPES) + 2))
     of_layers = [
         {name: 0.02 * jax.random.normal(next(keys), shape) for name, shape in SHAPES.items()}
@@ -90,7 +92,7 @@ def parameters(num_stages: int, leaves: str = "own") -> Any:
 
 
 def runs_of(table: TickTable, kind_of: tuple[str, ...]) -> dict[UnitKey, int]:
-    """How often a step runs each unit on its only rank."""
+    """The number of times that a step runs each unit on its only rank."""
     names = {table.keeps.kind_of[stage]: kind for stage, kind in enumerate(kind_of)}
     runs: collections.Counter[UnitKey] = collections.Counter()
     for number in table.column("unit").ravel().tolist():
@@ -118,7 +120,7 @@ def plain(params: Any, batch: Any) -> Any:
 
 
 def step(bench: Bench) -> None:
-    """Plain accumulation, then every schedule: milliseconds, their ratio, and the gradients' largest error."""
+    """Time plain accumulation, then every schedule: milliseconds, their ratio, and the gradients' largest error."""
     tokens = np.random.default_rng(1).integers(0, VOCAB, (MICROBATCHES, SIZE, SEQUENCE + 1), np.int32)
     batch = bench.given({"inputs": tokens[..., :-1], "targets": tokens[..., 1:]})
     params = bench.made(lambda: parameters(1))
@@ -157,7 +159,7 @@ def step(bench: Bench) -> None:
 
 @functools.partial(jax.jit, static_argnums=2)
 def worst(grads: Any, wanted: Any, num_stages: int) -> jax.Array:
-    """The largest error of a leaf, by its norm, found where the gradients lie: they are gigabytes."""
+    """The largest error of a leaf, relative to its norm, computed on the device because the gradients are gigabytes."""
     stages, each = grads["stages"], LAYERS // num_stages
     if isinstance(stages, dict):
         stages = [{name: leaf[:, i] for name, leaf in stages.items()} for i in range(each)]

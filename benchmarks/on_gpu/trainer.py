@@ -1,6 +1,7 @@
 """The trainer on one GPU: v2-lite with 4 layers of experts, 8 microbatches of 2 sequences of 2,048 tokens, bfloat16.
 
-A process of its own, as users start it; its figures are those of its own metrics.jsonl, medians after the first steps.
+The trainer runs in a process of its own, as users start it; the figures are from its metrics.jsonl, medians
+after the first steps.
 """
 
 import json
@@ -21,14 +22,14 @@ CASES = {"dropless": "--dispatch dropless", "capacity 1.25": "--dispatch capacit
 
 
 def trainer(say: Callable[..., None], end: float) -> None:
-    """Run each case until it has made its steps, or the monotonic clock says ``end``."""
+    """Run each case until it has done its steps, or the monotonic clock says ``end``."""
     for name, options in CASES.items():
         with tempfile.TemporaryDirectory() as runs:
             command = [sys.executable, "-m", "train", *COMMAND.split(), *options.split()]
             command += ["--steps", "1000", "--runs", runs, "--name", "run"]
             log = Path(runs) / "log"
             with log.open("w") as out:
-                # Killed after its steps: at its end it would save 30 GB.
+                # It is killed after its steps, because at its end it would save 30 GB.
                 process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
                 metrics = Path(runs) / "run" / "metrics.jsonl"
                 steps: list[dict] = []

@@ -1,1 +1,1 @@
-"""What ``scripts/bench soak`` and ``replicas`` share: servers in processes of their own, and clients of them."""
+"""The common parts of ``scripts/bench soak`` and ``replicas``: servers in processes of their own, and their clients."""

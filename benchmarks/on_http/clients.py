@@ -1,4 +1,4 @@
-"""Clients whose answers are known, from one client alone; some leave in mid-stream."""
+"""Clients whose right answers are known, from an earlier client that asked alone; some leave in mid-stream."""
 
 import asyncio
 import dataclasses
@@ -17,23 +17,23 @@ SECONDS = httpx.Timeout(120)
 
 
 class Question(NamedTuple):
-    """A prompt, and how many tokens its answer has."""
+    """A prompt, and the number of tokens of its answer."""
 
     prompt: str
     max_tokens: int
 
 
 Known = Mapping[Question, str]
-"""Answers."""
+"""The right answers by question."""
 
 
 class Failed(Exception):
-    """No answer; says in a word why."""
+    """Raised when a request gets no answer; the message says in few words why."""
 
 
 @dataclasses.dataclass
 class Tally:
-    """What came of requests, and of those that failed why."""
+    """The counts of requests by their results, and the reasons of those that failed."""
 
     right: int = 0
     wrong: list[tuple[Question, str]] = dataclasses.field(default_factory=list)
@@ -42,12 +42,12 @@ class Tally:
 
     @property
     def cells(self) -> list[str]:
-        """For a table."""
+        """The counts as cells of a table: right, wrong, left, failed."""
         return [str(number) for number in (self.right, len(self.wrong), self.left, self.failed.total())]
 
 
 def questions(number: int, seed: int) -> list[Question]:
-    """Prompts of 10 to 120 letters, most of which share a beginning with others, and answers of 8 to 48."""
+    """Questions with prompts of 10 to 120 letters, most of which share a beginning with others, and 8 to 48 tokens."""
     chance = random.Random(seed)
 
     def letters(count: int) -> str:
@@ -61,7 +61,8 @@ def questions(number: int, seed: int) -> list[Question]:
 
 
 async def ask(http: httpx.AsyncClient, question: Question, *, stream: bool, leave_after: int = -1) -> str:
-    """Return the answer, or what there is of it after so many events, when the client leaves. Raises Failed."""
+    """Return the answer, or the part of it that came before the client left after ``leave_after`` events.
+    Raises Failed."""
     body = {"model": NAME, **question._asdict(), "temperature": 0, "stream": stream}
     text, whole = "", False
     try:
@@ -89,7 +90,7 @@ async def ask(http: httpx.AsyncClient, question: Question, *, stream: bool, leav
 
 
 async def alone(url: str, asked: Sequence[Question]) -> dict[Question, str]:
-    """Answers to one client that asks one at a time. Raises Failed."""
+    """The answers to one client that asks one question at a time. Raises Failed."""
     async with httpx.AsyncClient(base_url=url, timeout=SECONDS) as http:
         return {question: await ask(http, question, stream=False) for question in asked}
 
@@ -97,7 +98,8 @@ async def alone(url: str, asked: Sequence[Question]) -> dict[Question, str]:
 async def crowd(
     url: str, known: Known, tally: Tally, enough: asyncio.Event, num_clients: int, num_leaving: int
 ) -> None:
-    """Let clients ask again and again until it is ``enough``, each by itself; so many of them never stay to the end."""
+    """Let each client ask one question after another until ``enough`` is set; ``num_leaving`` of them always
+    leave early."""
     asked = list(known)
 
     async def client(http: httpx.AsyncClient, number: int) -> None:
@@ -105,14 +107,14 @@ async def crowd(
         while not enough.is_set():
             question = chance.choice(asked)
             after = chance.randrange(question.max_tokens) if leaving else -1
-            # Some of those who leave ask for a whole answer and do not wait for it.
+            # Some of the leaving clients ask for a whole answer, not a stream, and do not wait for it.
             stream, seconds = chance.random() < (0.8 if leaving else 0.5), chance.uniform(0, 0.5)
             try:
                 async with asyncio.timeout(seconds if leaving and not stream else None):
                     text = await ask(http, question, stream=stream, leave_after=after)
             except Failed as error:
                 tally.failed[str(error)] += 1
-                await asyncio.sleep(0.1)  # as a client would
+                await asyncio.sleep(0.1)  # as a real client would
                 continue
             except TimeoutError:
                 tally.left += 1

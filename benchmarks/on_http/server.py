@@ -23,13 +23,14 @@ START_SECONDS = 300
 
 
 def save_model(folder: Path) -> Path:
-    """Write random weights of a model of bytes that only ever says printable letters, so that texts tell all tokens."""
-    # A step takes longer than its client.
+    """Write random weights of a model of bytes that generates only printable characters: texts show every token."""
+    # Large enough that a step takes longer than the work of its client.
     sizes = dict(dim=256, num_heads=8, dense_hidden=1024, expert_hidden=256)
     config = models.tiny(vocab=256, num_layers=2, num_mtp_layers=0, init_std=0.15, **sizes)
     params = models.deepseek(config).init(jax.random.key(0))
     head = params["shared"]["lm_head"]
-    head["kernel"] = head["kernel"].at[:, :32].set(0).at[:, 127:].set(0)  # the likeliest are above 0
+    # The logits of the other bytes are 0; the largest logit is above 0.
+    head["kernel"] = head["kernel"].at[:, :32].set(0).at[:, 127:].set(0)
     weights.save(folder / NAME, config, params)
     return folder / NAME
 
@@ -41,12 +42,12 @@ def port_of_its_own() -> int:
 
 
 class Server:
-    """The command line of one server, which may be started again and again; its programs are compiled once.
+    """One server, which may be started again and again; its programs are compiled once.
 
     Args:
-      model: folder of the weights.
-      log: file to which it writes what it says.
-      options: more of ``scripts/serve``.
+      model: the folder of the weights.
+      log: the file to which the server's output goes.
+      options: further options of ``scripts/serve``.
     """
 
     def __init__(self, model: Path, log: Path, *options: str):
@@ -62,14 +63,14 @@ class Server:
         self.process: subprocess.Popen | None = None
 
     def start(self) -> None:
-        """Begin; see ``wait_until_ready``."""
+        """Start the process; see ``wait_until_ready``."""
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self._command, cwd=ROOT, env=self._environ, stdout=log, stderr=log
             )
 
     def wait_until_ready(self) -> None:
-        """Raises SystemExit with what it said if it ends, or is not ready in five minutes."""
+        """Wait until the server is ready. Raises SystemExit with its output if it ends, or takes five minutes."""
         end = time.monotonic() + START_SECONDS
         while True:
             assert self.process is not None
@@ -83,14 +84,14 @@ class Server:
                 time.sleep(0.1)
 
     def stop(self, number: int = signal.SIGTERM) -> int | None:
-        """Send it a signal and return its exit code; None if it does not run."""
+        """Send a signal to the server and return its exit code; None if it was never started."""
         if self.process is None:
             return None
         self.process.send_signal(number)
         return self.process.wait(120)
 
     def metrics(self) -> Counter:
-        """What /metrics say, by name and labels."""
+        """The values of /metrics, by name and labels."""
         text = self._get("/metrics")
         return Counter(
             {
@@ -105,7 +106,7 @@ class Server:
             return answer.read().decode()
 
     def wait_until_idle(self) -> Counter:
-        """What /metrics say once nothing is being made or waits, or else after a minute."""
+        """The values of /metrics once no text is being generated or waits, or after a minute at the latest."""
         end = time.monotonic() + 60
         while (found := self.metrics())["serve_texts_open",] and time.monotonic() < end:
             time.sleep(0.1)

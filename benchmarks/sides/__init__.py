@@ -1,1 +1,1 @@
-"""The same blocks in PyTorch and in JAX, pipelined by each side's schedules: what `peers.py` times."""
+"""The two sides that `peers.py` times: the same blocks in PyTorch and in JAX, pipelined by each side's schedules."""

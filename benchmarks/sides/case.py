@@ -1,4 +1,4 @@
-"""What is computed: blocks, their weights and the batch, as NumPy arrays for either framework."""
+"""The computation that is timed: blocks, their weights and the batch, as NumPy arrays for either framework."""
 
 import dataclasses
 import json
@@ -12,11 +12,12 @@ Weights = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A stack of residual blocks before a mean squared error, cut over ranks.
+    """A stack of residual blocks with a mean squared error at the end, cut into stages over ranks.
 
-    block "mlp" is x + silu(norm(x) up) down. "moe" has the same for each of its experts, of which each token goes to
-    the `top` likeliest, weighted with their probabilities, as far as their `capacity` of places lasts, in the order
-    of tokens: one-hot masks and einsums, as GShard wrote it (arXiv 2006.16668). All experts are on each rank.
+    The block "mlp" is x + silu(norm(x) up) down. In "moe" each expert computes the same; each token goes to
+    its `top` likeliest experts, weighted with their probabilities. An expert takes tokens in their order, up
+    to its `capacity`. Written with one-hot masks and einsums, as in GShard (arXiv 2006.16668). All experts
+    are on each rank.
     """
 
     block: str = "mlp"
@@ -34,16 +35,16 @@ class Case:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a microbatch."""
+        """The number of tokens of a microbatch."""
         return self.size * self.sequence
 
     @property
     def capacity(self) -> int:
-        """Places of an expert for the tokens of a microbatch."""
+        """The most tokens of a microbatch that an expert takes."""
         return math.ceil(self.capacity_factor * self.tokens * self.top / self.experts)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of one layer's weights."""
+        """The shapes of one layer's weights."""
         if self.block == "mlp":
             return {"norm": (self.width,), "up": (self.width, self.hidden), "down": (self.hidden, self.width)}
         up, down = (self.width, self.expert_hidden), (self.expert_hidden, self.width)
@@ -56,7 +57,7 @@ class Case:
         }
 
     def weights(self) -> Weights:
-        """Float32 leaves [layers, ...], the same in every process."""
+        """The weights, float32 leaves [layers, ...], the same in every process."""
         random = np.random.default_rng(0)
 
         def leaf(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -73,7 +74,7 @@ class Case:
         return inputs, targets
 
     def text(self) -> str:
-        """For `from_text`, in another process."""
+        """The case as text, from which `from_text` makes it again in another process."""
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod

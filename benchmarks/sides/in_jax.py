@@ -30,7 +30,7 @@ def mixture(case: Case, p, x):
     gates, chosen = lax.top_k(jax.nn.softmax(x @ p["router"], -1), case.top)
     one_hot = jax.nn.one_hot(chosen.reshape(-1), case.experts, dtype=x.dtype)
     place = jnp.sum((jnp.cumsum(one_hot, 0) - 1) * one_hot, -1)  # [tokens * top], in the expert's queue
-    # Of nobody where there is no place.
+    # All zeros where the expert has no place left.
     seats = jax.nn.one_hot(place.astype(int), case.capacity, dtype=x.dtype)
     seated = (one_hot[:, :, None] * seats[:, None]).reshape(-1, case.top, case.experts * case.capacity)
     dispatch = jnp.sum(seated, 1)
@@ -49,7 +49,7 @@ def layer(case: Case, p, x):
 
 
 def layers(case: Case, params, x):
-    """All layers of params, leaves [layers, ...]."""
+    """All layers of ``params``, whose leaves are [layers, ...]."""
     for number in range(len(params["norm"])):
         x = layer(case, {name: leaf[number] for name, leaf in params.items()}, x)
     return x
@@ -60,7 +60,7 @@ def mse(x, targets):
 
 
 def plain(case: Case, weights: Weights) -> Program:
-    """Gradient accumulation on one device: the step, and what its gradients are."""
+    """Gradient accumulation on one device: the step, and a function that returns its gradients."""
 
     def loss(params, x, targets):
         return mse(layers(case, params, x), targets) / case.microbatches
@@ -78,9 +78,10 @@ def plain(case: Case, weights: Weights) -> Program:
 
 
 def by_autodiff(case: Case, mesh, *, skip: bool):
-    """GPipe as JAX is told it most often: a scan over ticks, a ppermute in each, jax.grad through all of it.
+    """GPipe as it is most often written in JAX: a scan over ticks, a ppermute in each, jax.grad through all of it.
 
-    In a tick that has no microbatch for a rank it computes what nobody uses, or, with skip, a lax.cond passes it by.
+    In a tick without a microbatch for a rank, the rank computes a result that is not used, or, with ``skip``,
+    a ``lax.cond`` skips the computation.
     """
     last, ticks = case.ranks - 1, case.microbatches + case.ranks - 1
 
@@ -106,7 +107,7 @@ def by_autodiff(case: Case, mesh, *, skip: bool):
 
 
 def staged(case: Case, num_stages: int) -> StagedModel:
-    """The blocks for the engine; every stage is of `layers / num_stages` layers."""
+    """The blocks as a model for the engine; every stage has `layers / num_stages` layers."""
 
     def first(own, shared, x, at):
         del shared, x
@@ -126,7 +127,7 @@ def staged(case: Case, num_stages: int) -> StagedModel:
 
 
 def named(parts: dict[int, Any]) -> Named:
-    """By leaf and number of layer; parts, leaves [layers, ...], by the number of their first layer."""
+    """Gradients by leaf and number of layer; ``parts`` are leaves [layers, ...] by the number of their first layer."""
     return {
         f"{name}.{first + number}": value
         for first, part in parts.items()
@@ -136,7 +137,7 @@ def named(parts: dict[int, Any]) -> Named:
 
 
 def _program(step, arguments, names) -> Program:
-    """Run a compiled step with these arguments; keep its last gradients."""
+    """A function that runs a compiled step with these arguments, and one that returns its last gradients."""
     kept = []
 
     def run():
@@ -161,7 +162,7 @@ class Side:
         multihost_utils.sync_global_devices("start")
 
     def program(self, name: str) -> Program:
-        """A step of that name, which returns the loss, and its gradients here."""
+        """The step of that name, which returns the loss, and a function that returns this rank's gradients."""
         weights = self.case.weights()
         if name == "plain":
             return plain(self.case, weights)
@@ -170,7 +171,7 @@ class Side:
         return self._engine(self._schedule(name), weights)
 
     def _schedule(self, name: str) -> Schedule:
-        """PyTorch's own table where there is one, so that both play the same, action by action."""
+        """The schedule of that name: PyTorch's own table where there is one, so that both run the same actions."""
         if name in ("GPipe", "1F1B"):
             return {"GPipe": gpipe, "1F1B": one_f_one_b}[name](self.case.ranks, self.case.microbatches)
         return validate(from_torch_csv((self.folder / f"{name}.csv").read_text()))

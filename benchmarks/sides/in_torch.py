@@ -32,7 +32,7 @@ def mixture(case: Case, layer: "Layer", x):
     one_hot = (chosen[..., None] == torch.arange(case.experts)).to(x.dtype).reshape(-1, case.experts)
     place = torch.sum((torch.cumsum(one_hot, 0) - 1) * one_hot, -1)  # [tokens * top], in the expert's queue
     seats = (place[:, None] == torch.arange(case.capacity)).to(x.dtype)
-    # As a token is at most once at an expert, a sum over its choices is a mask still.
+    # A token chooses an expert at most once, so the sum over its choices is still a mask.
     seated = (one_hot[:, :, None] * seats[:, None]).reshape(-1, case.top, case.experts * case.capacity)
     dispatch = torch.sum(seated, 1)
     combine = torch.einsum("tk,tks->ts", gates, seated)
@@ -51,7 +51,7 @@ class Layer(torch.nn.Module):
             self.register_parameter(name, torch.nn.Parameter(torch.tensor(value)))
 
     def forward(self, x):
-        """X of [size, sequence, width] and back."""
+        """Compute the block for x [size, sequence, width]."""
         h = norm(x, self.norm)
         if self.case.block == "mlp":
             return x + functional.silu(h @ self.up) @ self.down
@@ -65,7 +65,7 @@ def make_layers(case: Case, weights: Weights, numbers: range) -> torch.nn.Sequen
 
 
 def plain(case: Case, weights: Weights) -> tuple[Callable[[], float], Callable[[], Named]]:
-    """Gradient accumulation in one process: the step, and what its gradients are."""
+    """Gradient accumulation in one process: the step, and a function that returns its gradients."""
     model = make_layers(case, weights, range(case.layers))
     inputs, targets = map(torch.tensor, case.batch())
 
@@ -82,7 +82,7 @@ def plain(case: Case, weights: Weights) -> tuple[Callable[[], float], Callable[[
 
 
 def gradients(parts: dict[int, torch.nn.Sequential]) -> Named:
-    """By leaf and number of layer; parts by the number of their first layer."""
+    """Gradients by leaf and number of layer; ``parts`` are by the number of their first layer."""
     return {
         f"{name}.{first + number}": parameter.grad.numpy()
         for first, part in parts.items()
@@ -108,7 +108,7 @@ class Side:
         self.barrier = dist.barrier
 
     def program(self, name: str) -> tuple[Callable[[], float | None], Callable[[], Named]]:
-        """A step of that name, which returns the loss where it is known, and its gradients here."""
+        """The step of that name, which returns the loss on the rank that has it, and a function for its gradients."""
         weights = self.case.weights()
         return plain(self.case, weights) if name == "plain" else self._pipelined(name, weights)
 

@@ -1,6 +1,6 @@
 """One rank, a process of its own on one core: answers each command on stdin with a line of JSON on stdout.
 
-check NAME: make the program, run it once and leave its gradients in the folder; answers the loss, if it is known here.
+check NAME: make the program, run it once and save its gradients in the folder; answers the loss, if this rank has it.
 time NAME: run it again, all ranks at once; answers CPU seconds (all threads, spinning ones too) and wall seconds.
 
     rank.py torch|jax CASE RANK PORT FOLDER
@@ -17,12 +17,12 @@ def main():
     framework, text, number, port, folder = sys.argv[1:]
     number, folder = int(number), Path(folder)
     cores = sorted(os.sched_getaffinity(0))
-    # Of one core, so no pool has a second thread to work with.
+    # One core only, so that no thread pool can use a second one.
     os.sched_setaffinity(0, {cores[number % len(cores)]})
     os.environ |= {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
     sys.path.append(str(Path(__file__).parent.parent))
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # gloo writes greetings to stdout
+    os.dup2(2, 1)  # gloo prints messages to stdout
     import numpy as np
 
     from sides.case import Case
