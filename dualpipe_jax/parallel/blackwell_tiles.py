@@ -1,7 +1,7 @@
 """Tiles on a Blackwell GPU (B200, GB200): one warpgroup multiplies what another loads, a third writes the results.
 
-Its tensor cores sum in a memory of their own, which has room for two tiles: while one is written the next is made. What
-is multiplied comes from shared memory alone, so rows that are none of the tile's are put to zero there, by a fourth
+The tensor cores sum in a memory of their own, which has room for two tiles: while one is written the next is computed.
+Both operands come from shared memory, so rows that do not belong to the tile are set to zero there, by a fourth
 warpgroup, before the product begins.
 """
 
@@ -30,7 +30,7 @@ SMS = 148
 
 _WRITES, _LOADS, _MULTIPLIES, _MASKS = range(4)
 _SUMS = 2
-"""Tiles whose sums there is room for."""
+"""The number of tiles whose sums fit into the tensor cores' memory."""
 
 
 def warpgroups(masks: bool) -> int:
@@ -39,8 +39,8 @@ def warpgroups(masks: bool) -> int:
 
 
 def slots(blocks: Blocks, masks: bool = False) -> Slots:
-    """See ``Tiles``. Besides, sums and, for each, barriers for that it is made and that it is written; and, for each
-    slot, a barrier for that it is masked."""
+    """See ``Tiles``. ``more`` holds the sums; for each sum a barrier passed when it is computed and one passed when it
+    is written; with ``masks``, for each slot a barrier passed when its blocks are masked."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def by_tensor_cores(number: int) -> Any:
@@ -64,7 +64,7 @@ def walk(slots: Slots, walked: Walked) -> None:
 
 
 def _sum_of(tiles: Array) -> Array:
-    """The number of a tile's sum, by the number of tiles before it."""
+    """Return the index of a tile's sum, given the number of tiles before the tile."""
     return lax.rem(tiles, jnp.int32(_SUMS))
 
 

@@ -12,9 +12,10 @@ weights, the backward of ``combine`` is a ``dispatch``. Rows are only ever gathe
 or its inverse; nothing is scatter-added. The only collective is ``all_to_all`` over ``axis_name``, so all of
 it may stand in a branch that other pipeline ranks do not take.
 
-With ``payload="float8"`` what goes to experts is in eight bits (see ``float8``), activations in the forward and
-gradients of outputs in the backward; what comes back from them, to be summed, is not. So does DeepSeek-V3 (section
-3.3.3 of its report). It is rounded where no device is crossed, too: results do not depend on how many there are.
+With ``payload="float8"`` the rows that go to experts are in eight bits (see ``float8``): activations in the forward,
+gradients of outputs in the backward. The rows that come back from experts, to be summed, are not. DeepSeek-V3 does the
+same (section 3.3.3 of its report). Rows that cross no device are rounded, too, so results do not depend on the number
+of devices.
 
 Shape suffixes are those of ``expert_plan``, and D model dim.
 """
@@ -51,14 +52,14 @@ def dispatch(x_TD: Array, handle: Handle, *, fill: bool = True) -> Array:
 
     Args:
       x_TD: floating, this device's tokens.
-      handle: where each goes, from one of the plans.
-      fill: with zeros what lies past the last group of a ``plan_dropless``; False leaves rows of any tokens there,
-        for whoever ignores them, as ``expert_matmul`` does. It saves a pass over all that arrives, on a TPU as long
-        as the gather itself.
+      handle: where each token goes, as planned by ``plan_capacity``, ``plan_dropless`` or ``plan_two_hops``.
+      fill: True fills the rows past the last group of a ``plan_dropless`` with zeros; False leaves rows of arbitrary
+        tokens there, for a caller that ignores them, as ``expert_matmul`` does. False saves a pass over all rows that
+        arrive, which takes a TPU as long as the gather itself.
 
     Returns:
-      Rows on the devices of their experts, zeros where a slot is empty: [L, N, C, D] (N the devices they come
-      from) if the handle comes from ``plan_capacity``, [R, D] grouped by expert if from ``plan_dropless``.
+      Rows on the devices of their experts, zeros where a slot is empty: [L, N, C, D] (N counts the source devices) if
+      the handle comes from ``plan_capacity``, [R, D] grouped by expert if it comes from ``plan_dropless``.
 
     """
     if handle.outer is not None:
@@ -71,7 +72,7 @@ def dispatch(x_TD: Array, handle: Handle, *, fill: bool = True) -> Array:
 
 
 def _check_rows(what: str, rows: Array, handle: Handle) -> None:
-    """Raise ValueError unless rows lie as ``dispatch`` returned them."""
+    """Raise ValueError unless the rows have the shape that ``dispatch`` returns."""
     S, N, C = handle.assignment_S.shape[0], handle.num_devices, handle.capacity
     wanted = (S,) if C is None else (S // (N * C), N, C)
     if rows.shape[:-1] != wanted:
@@ -81,17 +82,17 @@ def _check_rows(what: str, rows: Array, handle: Handle) -> None:
 
 
 def by_device(rows: Array, handle: Handle) -> Array:
-    """Rows [R, ...] in the layout that ``dispatch`` returns."""
+    """Return rows [R, ...] in the layout that ``dispatch`` returns."""
     if handle.capacity is None:
         return rows
-    # Transposed between matmul and all_to_all: the compiler has the matmul read and write that order.
+    # Transposed here, between matmul and all_to_all: the compiler lets the matmul read and write this order.
     return rows.reshape(handle.num_devices, -1, handle.capacity, *rows.shape[1:]).swapaxes(0, 1)
 
 
 @typechecked
 @jax.named_scope("combine")
 def combine(y: Array, weights_TK: Array, handle: Handle) -> Array:
-    """Bring the experts' outputs back and sum them for each token by ``weights_TK``.
+    """Bring the experts' outputs back and sum them for each token, weighted by ``weights_TK``.
 
     The sum is taken in float32 and returned in y's dtype.
 
@@ -124,7 +125,7 @@ def combine(y: Array, weights_TK: Array, handle: Handle) -> Array:
         )
     _check_rows("combine: y", y, handle)
     if handle.outer is not None:
-        # Sums are taken where the first hop has arrived, so weights take it, too.
+        # Sums are taken on the device at which the first hop arrives, so the weights take that hop, too.
         weights_TK = arriving(dispatch(weights_TK, replace(handle.outer, payload="plain")))
     if handle.capacity is not None:
         y = y.swapaxes(0, 1)
@@ -137,7 +138,7 @@ def combine(y: Array, weights_TK: Array, handle: Handle) -> Array:
 
 
 def arriving(rows: Array) -> Array:
-    """What a first hop brought, [1, N, C, D], as the rows of a second one, [N * C, D]."""
+    """Reshape the rows that a first hop brought, [1, N, C, D], to the input rows of a second hop, [N * C, D]."""
     return rows.reshape(-1, rows.shape[-1])
 
 
@@ -152,7 +153,7 @@ def expert_matmul(
     interpret: bool = False,
     float8: bool = False,
 ) -> Array:
-    """Multiply each dispatched row by its expert's matrix; rows as ``dispatch`` returned them.
+    """Multiply each dispatched row by the matrix of its expert.
 
     >>> import jax, jax.numpy as jnp
     >>> from dualpipe_jax.parallel import dispatch, expert_matmul, plan_dropless
@@ -166,17 +167,17 @@ def expert_matmul(
     [2.0, 10.0]
 
     Args:
-      rows: [L, N, C, D] or [R, D].
+      rows: [L, N, C, D] or [R, D], as ``dispatch`` returned them.
       w_LDF: the local experts' matrices, of the rows' dtype.
       handle: the one given to ``dispatch``.
       kernel, gradient, interpret: see ``multiply_groups``.
-      float8: round what is multiplied to eight bits, forward and backward, see ``float8_matmul``.
+      float8: round both operands to eight bits, forward and backward, see ``float8_matmul``.
 
     Returns:
       [L, N, C, F] or [R, F].
 
     Raises:
-      ValueError: there is no such kernel.
+      ValueError: there is no kernel of that name, or the shapes do not fit together.
 
     """
     check_kernel("expert_matmul", kernel)
@@ -200,7 +201,7 @@ def _exchange(rows_SD: Array, handle: Handle) -> Array:
 
 
 def to_experts(rows_SD: Array, handle: Handle, *, fill: bool = True) -> Array:
-    """Bring rows from the order of slots to that of experts."""
+    """Send rows, which lie in the order of slots, to the devices of their experts, in the order of experts."""
     rows = _exchange(rows_SD, handle)
     if handle.arrival_R is None:
         return rows
@@ -208,7 +209,10 @@ def to_experts(rows_SD: Array, handle: Handle, *, fill: bool = True) -> Array:
 
 
 def from_experts(rows: Array, handle: Handle) -> Array:
-    """The inverse of ``to_experts``, and its transpose: nobody reads what arrives in slots that are empty."""
+    """Bring rows back to the order of slots: the inverse of ``to_experts``.
+
+    It is the transpose of ``to_experts``, too, for nobody reads what arrives in empty slots.
+    """
     return _exchange(rows if handle.departure_R is None else _take_any(rows, handle.departure_R), handle)
 
 
@@ -216,7 +220,7 @@ def _spread(x_TD: Array, handle: Handle, *, fill: bool = True) -> Array:
     """Copy each token into the slots of its assignments, and send them."""
     token_S = handle.assignment_S // handle.slot_TK.shape[1]
     if fill or handle.capacity is not None:
-        # Empty slots read a row of zeros: to fill them later is one more pass over all that is sent.
+        # Empty slots read a row of zeros: filling them later would take one more pass over all rows that are sent.
         padded_UD = jnp.pad(x_TD, ((0, 1), (0, 0)))
         return to_experts(padded_UD.at[token_S].get(mode="promise_in_bounds"), handle, fill=fill)
     return to_experts(_take_any(x_TD, token_S), handle, fill=fill)
@@ -226,7 +230,7 @@ _spread_unfilled = functools.partial(_spread, fill=False)  # one object: ways ar
 
 
 def _collect_copies(rows: Array, handle: Handle) -> Array:
-    """The transpose of ``_spread``: bring rows back and sum each token's, in float32."""
+    """Bring rows back and sum those of each token in float32: the transpose of ``_spread``."""
     rows_SD, slot_TK = from_experts(rows, handle), handle.slot_TK
     # One gather per k: several times faster on CPU than one gather [T, K, D] and its sum.
     parts = (take_rows(rows_SD, slot_TK[:, k]).astype(jnp.float32) for k in range(slot_TK.shape[1]))
@@ -245,9 +249,9 @@ def _take_any(array_RD: Array, index: Array) -> Array:
 
 @jax.custom_vjp
 def _collect(rows_SD: Array, weights_TK: Array, assignment_S: Array, slot_TK: Array) -> Array:
-    """Sum for each token the slots of its assignments, weighted."""
+    """Return for each token the weighted sum of the rows in the slots of its assignments."""
     del assignment_S
-    # Not by zeros of their rows alone: zero times a weight that is not finite is NaN.
+    # Zero rows alone do not cancel a dropped assignment: zero times a weight that is not finite is NaN.
     weights_KT = jnp.where(slot_TK < rows_SD.shape[0], weights_TK, 0).astype(jnp.float32).T
     parts = (
         take_rows(rows_SD, slot_TK[:, k]).astype(jnp.float32) * weights_KT[k, :, None]

@@ -3,7 +3,7 @@
 ``lax.ragged_dot`` computes the same, but only a TPU's compiler has a program for it: on CPU and GPU XLA expands
 it into one masked matmul per group, G times the work. Here the CPU walks blocks of rows instead: the number of
 blocks follows the group sizes at run time, so the work is that of the rows present, plus at most one part-filled
-block per group. GPUs have kernels that do likewise, see ``mosaic`` and ``triton``.
+block per group. The GPU kernels in ``mosaic`` and ``triton`` do the same.
 
 Shape suffixes: R rows, G groups, D in, F out; B rows of a block.
 """
@@ -33,21 +33,23 @@ BY_DEVICE: Mapping[str, tuple[Kernel, Kernel]] = {
     "gpu": ("triton", "triton"),
     "old_gpu": ("ragged", "ragged"),
 }
-"""The kernels of products and of the gradients of matrices that suit a device: "hopper" and "blackwell" for 16 bits,
-"gpu" for all else from the A100 on, "old_gpu" for what came before, which Triton does not know."""
+"""For each kind of device, the kernel of products and the kernel of the matrices' gradients.
+
+"hopper" and "blackwell" are for types of 16 bits, "gpu" is for all other cases from the A100 on. "old_gpu" is for GPUs
+before the A100, which Triton does not support, and for versions of JAX that have no Triton."""
 
 
 def gpu_row(capability: tuple[int, ...], dtype: Any) -> str:
-    """Which row of ``BY_DEVICE`` serves a GPU of CUDA's compute capability, such as (9, 0), for rows of the dtype."""
+    """Return the row of ``BY_DEVICE`` for a GPU of a CUDA compute capability, like (9, 0), and rows of ``dtype``."""
     if capability[0] in _MOSAIC and mosaic.takes(dtype):
         return _MOSAIC[capability[0]]
     return "gpu" if capability >= (8, 0) and triton.is_there() else "old_gpu"
 
 
 _MOSAIC = {9: "hopper", 10: "blackwell"}
-"""The rows of GPUs that ``mosaic`` serves, by the first number of their compute capability."""
+"""The row of ``BY_DEVICE`` for each GPU that ``mosaic`` serves, by the first number of its compute capability."""
 _ROWS = 128
-"""Megablox takes whole tiles of so many rows."""
+"""Megablox takes only a number of rows that is a multiple of this."""
 
 
 def multiply_groups(
@@ -62,12 +64,12 @@ def multiply_groups(
     """Multiply each group of rows by its own matrix.
 
     Args:
-      rows: without group sizes those of equal groups, [G, ..., D]; with them [R, D].
+      rows: without group sizes, the rows of equal groups, [G, ..., D]; with group sizes, [R, D].
       w_GDF: of the rows' dtype.
       group_sizes_G: see ``grouped_matmul``.
-      kernel: for unequal groups see ``grouped_matmul``. Equal ones are one batched matmul: with "plain" all dims of a
-        group's rows are merged into one, which is faster on CPU; otherwise they stay apart, since accelerators would
-        copy the rows to merge them.
+      kernel: for unequal groups see ``grouped_matmul``. Equal groups are one batched matmul: with "plain" all dims of
+        a group's rows are merged into one, which is faster on CPU; otherwise the dims stay apart, since accelerators
+        would copy the rows to merge them.
       gradient, interpret: see ``grouped_matmul``.
 
     Returns:
@@ -101,24 +103,26 @@ def grouped_matmul(
       x_RD: the rows of group 0, then of group 1, ...; rows past the last group are ignored.
       w_GDF: one matrix per group, of x's dtype.
       group_sizes_G: int32, rows of each group; the sum must not exceed R.
-      block: rows that the CPU multiplies at once. By default a power of two near a quarter of the mean group
-        if all R rows were filled, between 8 and 64; products of fewer than 8 rows a group take them one by one.
-      kernel: "plain" walks blocks on CPU and is ``lax.ragged_dot`` elsewhere; "ragged" is that on CPU, too;
-        "megablox" is Pallas' kernel for TPU, for R that 128 divides; "hopper" is Pallas' kernel for H100 and H200, and
-        "blackwell" that for B200 and GB200, for 16 bits; "triton" is ours for any GPU from the A100 on. What each
-        device is best served with says ``BY_DEVICE``.
-      gradient: the kernel of the matrices' gradients; None: the same. Where it does not take the rows, "ragged".
-      interpret: run Pallas' kernels for TPU and Triton in interpret mode, and what those for Hopper and Blackwell
-        compute in plain JAX, for tests on a CPU.
+      block: the number of rows that the CPU multiplies at once. By default a power of two between 8 and 64, near a
+        quarter of the mean group size if all R rows were filled. Below 8 rows per group on average, products take the
+        rows one by one.
+      kernel: "plain" walks blocks on CPU and is ``lax.ragged_dot`` elsewhere; "ragged" is ``lax.ragged_dot`` on CPU,
+        too; "megablox" is Pallas' kernel for TPU, for R that 128 divides; "hopper" is the kernel of ``mosaic`` for H100
+        and H200, "blackwell" its kernel for B200 and GB200, both for 16 bits; "triton" is the kernel of ``triton`` for
+        any GPU from the A100 on. ``BY_DEVICE`` has the best kernels for each device.
+      gradient: the kernel of the matrices' gradients; None means the same as ``kernel``. Where the given kernel does
+        not take the rows, "ragged" is used.
+      interpret: for tests on a CPU: run Pallas' kernels for TPU and Triton in interpret mode, and compute in plain JAX
+        what the kernels for Hopper and Blackwell compute.
 
     Returns:
       [R, F] of x's dtype; zeros past the last group. The gradients are exact, accumulated in float32.
 
     Raises:
       TypeError: the group sizes are not integers, rows and matrices differ in dtype, or "hopper" or "blackwell" is
-        given another than 16 bits.
-      ValueError: the shapes do not fit together, megablox does not take so many rows, or there is no such kernel, of
-        Triton none in this version of JAX.
+        given a dtype that does not have 16 bits.
+      ValueError: the shapes do not fit together, ``block`` is below 1, megablox does not take this number of rows,
+        there is no kernel of that name, or this version of JAX has no Triton.
     """
     check_kernel("grouped_matmul", kernel)
     gradient = kernel if gradient is None else gradient
@@ -128,7 +132,7 @@ def grouped_matmul(
     if x_RD.dtype != w_GDF.dtype:
         raise TypeError(f"grouped_matmul: x_RD is {x_RD.dtype} and w_GDF {w_GDF.dtype}; they must be equal.")
     R, G = len(x_RD), len(group_sizes_G)
-    # A row alone is a vector: its product takes an eighth of that of eight rows, whose matrix is packed first.
+    # A single row is a vector: its product takes an eighth of the time of eight rows, which pack the matrix first.
     one_by_one = block is None and R < 8 * G
     if block is None:
         block = _block_of(R, G)
@@ -153,21 +157,21 @@ def grouped_matmul(
 
 
 def turned_over(w_GDF: Array, kernel: Kernel) -> Array | None:
-    """The matrices [G, F, D] for gradients of rows; None if the kernel reads [G, D, F] for them.
+    """Return the matrices transposed, [G, F, D], for the gradients of rows; None if the kernel reads [G, D, F].
 
-    A TPU's kernel of ``lax.ragged_dot`` takes one order only: without this, XLA copies them in every backward.
+    A TPU's kernel of ``lax.ragged_dot`` takes one order only: without this copy, XLA makes one in every backward.
     """
     return made_once(w_GDF.swapaxes(1, 2)) if kernel == "ragged" else None
 
 
 def check_kernel(where: str, kernel: str) -> None:
-    """Raise ValueError for a kernel that there is not."""
+    """Raise ValueError if there is no kernel of this name."""
     if kernel not in get_args(Kernel):
         raise ValueError(f"{where}: kernel is {kernel!r}, must be one of {', '.join(get_args(Kernel))}.")
 
 
 def _block_of(num_rows: int, num_groups: int) -> int:
-    """A power of two near a quarter of the mean group if all rows were filled, between 8 and 64."""
+    """Return a power of two between 8 and 64, near a quarter of the mean group size if all rows were filled."""
     block = 8
     while block < 64 and 4 * 2 * block <= num_rows // max(num_groups, 1):
         block *= 2
@@ -175,6 +179,16 @@ def _block_of(num_rows: int, num_groups: int) -> int:
 
 
 class _How(NamedTuple):
+    """The settings of one grouped matmul.
+
+    Attributes:
+      product: the kernel of products.
+      gradient: the kernel of the matrices' gradients.
+      rows: the number of rows that the CPU multiplies at once in a product.
+      block: the number of rows that the CPU multiplies at once in a gradient of the matrices.
+      interpret: see ``grouped_matmul``.
+    """
+
     product: Kernel
     gradient: Kernel
     rows: int
@@ -184,7 +198,7 @@ class _How(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(how: _How, x_RD: Array, w_GDF: Array, w_GFD: Array | None, sizes_G: Array) -> Array:
-    del w_GFD  # of the backward
+    del w_GFD  # used in the backward only
     return _multiply(how, x_RD, w_GDF, sizes_G)
 
 
@@ -207,7 +221,7 @@ _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 
 def _multiply(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array, transpose: bool = False) -> Array:
-    """Rows by their group's matrix, or by its transpose."""
+    """Multiply rows by their group's matrix, or by its transpose."""
     if how.product in mosaic.TILES:
         tiles = mosaic.TILES[how.product]
         return mosaic.product(tiles, x_RD, w_GDF, sizes_G, transpose=transpose, emulate=how.interpret)
@@ -224,7 +238,7 @@ def _multiply(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array, transpose: b
 
 
 def _outer(how: _How, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
-    """The gradient of the matrices, in float32."""
+    """Return the gradient of the matrices, float32 [G, D, F]."""
     if how.gradient in mosaic.TILES and mosaic.takes(x_RD.dtype):
         return mosaic.gradient(mosaic.TILES[how.gradient], x_RD, dy_RF, sizes_G, emulate=how.interpret)
     if how.gradient == "triton":
@@ -248,9 +262,9 @@ def _by_megablox(interpret: bool, x_RD: Array, w_GDF: Array, sizes_G: Array) -> 
     from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
 
     tiles = _tiles(x_RD.shape, w_GDF.shape[2])
-    with jax.numpy_dtype_promotion("standard"):  # it mixes bools and integers
+    with jax.numpy_dtype_promotion("standard"):  # gmm mixes bools and integers
         y_RF = gmm(x_RD, w_GDF, sizes_G, x_RD.dtype, tiles, interpret=interpret)
-    # It writes no tile that holds no group's row: what is there may be anything.
+    # gmm does not write tiles without rows of a group: they may hold anything.
     filled_R = jnp.arange(x_RD.shape[0]) < jnp.sum(sizes_G)
     return jnp.where(filled_R[:, None], y_RF, 0)
 
@@ -303,7 +317,7 @@ def _outer_by_blocks(block: int, x_RD: Array, dy_RF: Array, sizes_G: Array) -> A
             start, here_B = _window(block, x_RD.shape[0], end - size, end, b)
             x_BD = lax.dynamic_slice_in_dim(x_RD, start, block)
             dy_BF = lax.dynamic_slice_in_dim(dy_RF, start, block)
-            # Both: what lies past the groups may be anything, and 0 * nan is nan.
+            # Both operands are masked: rows past the groups may hold anything, and 0 * nan is nan.
             x_BD, dy_BF = (jnp.where(here_B[:, None], rows, 0) for rows in (x_BD, dy_BF))
             return dw_DF + jnp.einsum("bd,bf->df", x_BD, dy_BF, preferred_element_type=jnp.float32)
 
@@ -314,9 +328,9 @@ def _outer_by_blocks(block: int, x_RD: Array, dy_RF: Array, sizes_G: Array) -> A
 
 
 def _window(block: int, num_rows: int, start: Array, end: Array, b: Array) -> tuple[Array, Array]:
-    """Return where block b of the group start..end is read, and which of its rows it answers for."""
+    """Return the first row that is read for block b of the group start..end, and a mask [B] of its own rows."""
     first = start + b * block
-    # Near the end of the buffer the window is moved back, as dynamic_slice would: count no row twice.
+    # Near the end of the buffer the window is moved back, as dynamic_slice would move it: count no row twice.
     read = jnp.minimum(first, num_rows - block)
     row_B = read + jnp.arange(block, dtype=read.dtype)
     return read, (row_B >= first) & (row_B < end)

@@ -1,12 +1,13 @@
 """The experts' last product and ``combine`` as one operation, whose backward needs no output of an expert.
 
-The gradient of a routing weight is <y, d>: of an expert's output for a token and the gradient of that token's sum. Kept
-for it, y takes more room than all else in a layer of experts; computed again, it costs the product and an all_to_all.
-But y is ``hidden @ w``, so <y, d> is <hidden, d @ w.T>, and what stands to the right is made for the gradient of hidden
-in any case. So gradients travel to experts unweighted, weights travel beside them, one number a row, and one number a
-row comes back. Nothing is divided by a weight, which may be zero.
+The gradient of a routing weight is <y, d>: y is an expert's output for a token, d the gradient of that token's sum.
+Keeping y for the backward takes more memory than all other arrays of a layer of experts; computing it again costs the
+product and an all_to_all. But y is ``hidden @ w``, so <y, d> is <hidden, d @ w.T>, and the gradient of hidden needs
+``d @ w.T`` in any case. So gradients travel to experts unweighted, the weights travel with them, one number per row,
+and one number per row comes back. Nothing is divided by a weight, which may be zero.
 
-In eight bits the two stay apart: <hidden, d @ w.T> would be made of rounded gradients, where <y, d> is not.
+In eight bits product and combine stay two operations: <hidden, d @ w.T> would be computed from rounded gradients, which
+<y, d> is not.
 
 Shape suffixes: as in ``expert``; F hidden width of an expert.
 """
@@ -36,13 +37,13 @@ from dualpipe_jax.parallel.wire import Way, carry
 from dualpipe_jax.varying import vary_alike
 
 Matmul = Callable[[Array, Array, Handle], Array]
-"""``expert_matmul``, or that with a kernel chosen."""
+"""``expert_matmul``, or a ``functools.partial`` of it with a chosen kernel."""
 
 
 def combine_product(
     hidden: Array, w_LFD: Array, weights_TK: Array, handle: Handle, *, matmul: Matmul = expert_matmul
 ) -> Array:
-    """``combine(matmul(hidden, w_LFD, handle), weights_TK, handle)``, which keeps its arguments for the backward only.
+    """Compute ``combine(matmul(hidden, w_LFD, handle), weights_TK, handle)``; the backward keeps only the arguments.
 
     >>> import jax, jax.numpy as jnp
     >>> from dualpipe_jax.parallel import combine_product, dispatch, plan_dropless
@@ -60,7 +61,8 @@ def combine_product(
       w_LFD: the local experts' last matrices, of the rows' dtype.
       weights_TK: see ``combine``.
       handle: the one given to ``dispatch``, of any plan.
-      matmul: ``expert_matmul``, or a ``functools.partial`` of it; compared by identity, so none made for the call.
+      matmul: ``expert_matmul``, or a ``functools.partial`` of it. It is compared by identity: do not make a new one
+        for each call.
 
     Returns:
       [T, D].
@@ -79,7 +81,7 @@ def combine_product(
 def _combine_product(
     matmul: Matmul, hidden: Array, w_LFD: Array, w_LDF: Array | None, weights_TK: Array, handle: Handle
 ) -> Array:
-    del w_LDF  # of the backward
+    del w_LDF  # used in the backward only
     return combine(matmul(hidden, w_LFD, handle), weights_TK, handle)
 
 
@@ -97,7 +99,7 @@ def _combine_product_bwd(matmul: Matmul, saved: tuple[Any, ...], d_TD: Array) ->
     else:
         d_hidden = matmul(d_rows, w_LDF, handle)
     wide, d_wide = hidden.astype(jnp.float32), d_hidden.astype(jnp.float32)  # not weighted yet
-    # Weighted is what is narrow, hidden and its gradient, and never the rows that travelled.
+    # Weights multiply the narrow arrays, hidden and its gradient, never the rows that travelled.
     _, pull = jax.vjp(lambda w: matmul((wide * weights).astype(hidden.dtype), w, handle), w_LFD)
     d_weights = jnp.sum(wide * d_wide, axis=-1, keepdims=True)
     return (d_wide * weights).astype(hidden.dtype), *pull(d_rows), None, *pull_weights(d_weights), None
@@ -107,7 +109,7 @@ _combine_product.defvjp(_combine_product_fwd, _combine_product_bwd)
 
 
 def _weights_of_rows(weights_TK: Array, handle: Handle) -> Array:
-    """Each row's weight, float32 [L, N, C, 1] or [R, 1], zero in empty rows."""
+    """Return the weight of each row, float32 [L, N, C, 1] or [R, 1], zero in empty rows."""
     if handle.outer is not None:
         weights_TK = arriving(dispatch(weights_TK, replace(handle.outer, payload="plain")))
     weights = carry(Way(_to_rows, _from_rows), weights_TK.astype(jnp.float32), handle)
@@ -115,7 +117,7 @@ def _weights_of_rows(weights_TK: Array, handle: Handle) -> Array:
 
 
 def _to_rows(weights_TK: Array, handle: Handle) -> Array:
-    """Bring numbers of assignments to the rows of one hop: the all_to_alls are of one dim, which nothing pads."""
+    """Bring one number per assignment to the rows of one hop: all_to_alls of one dim, which no compiler pads."""
     return to_experts(take_rows(weights_TK.reshape(-1), handle.assignment_S), handle)
 
 

@@ -1,8 +1,10 @@
-"""Where every token goes: plans of a dispatch to experts, made of the router's choices alone.
+"""Plans of a dispatch to experts: where every token goes, from the router's choices alone.
 
-Integers only, and no rows. What is sent when is ``expert``'s. Shape suffixes: T tokens of this device, K experts per
-token, E experts, N devices on the axis, L = E / N local experts, C capacity, S slots to send, R rows received. An
-*assignment* is a (token, k) pair, numbered token * K + k; a *slot* is a row of the buffer that is sent.
+Plans are integers, without rows; ``expert`` moves the rows. An *assignment* is a (token, k) pair, numbered
+token * K + k; a *slot* is a row of the buffer that is sent.
+
+Shape suffixes: T tokens of this device, K experts per token, E experts, N devices on the axis, L = E / N local experts,
+C capacity, S slots to send, R rows received; A = T * K assignments, W slots to send one device.
 """
 
 import functools
@@ -22,10 +24,11 @@ Axis = str | tuple[str, ...]
 
 
 _FEW = 512
-"""So many assignments are compared with one another rather than sorted: those of a step of decode."""
+"""Up to this many assignments, as in a decode step, are compared with one another instead of sorted."""
 
 DROPPED = "dualpipe_dropped"
-"""The mark on every number of dropped assignments, by which the engine finds them in a stage: ``Report.dropped``."""
+"""The ``checkpoint_name`` of every count of dropped assignments. The engine finds the counts of a stage by it, for
+``Report.dropped``."""
 
 
 @functools.partial(
@@ -35,21 +38,22 @@ DROPPED = "dualpipe_dropped"
 )
 @dataclass(frozen=True)
 class Handle:
-    """Where every assignment goes; what ``dispatch`` and ``combine`` share.
+    """The plan of a dispatch: where every assignment goes. ``dispatch`` and ``combine`` share it.
 
     Attributes:
       slot_TK: int32, the slot of each assignment; S if it was dropped.
       assignment_S: int32, the assignment in each slot; T * K if the slot is empty.
-      dropped: int32 [], how many of this device's assignments found no slot.
+      dropped: int32 [], the number of this device's assignments that found no slot.
       arrival_R: int32, for each row in expert order, the row of the received buffer it comes from; R if the
         row is empty. None if rows arrive in expert order.
-      departure_R: int32, the inverse of arrival_R; R if the received row is empty. None with arrival_R.
-      group_sizes_L: int32, rows of each local expert. None for ``plan_capacity``: every expert has as many.
+      departure_R: int32, the inverse of arrival_R; R if the received row is empty. None if arrival_R is None.
+      group_sizes_L: int32, the number of rows of each local expert. None for ``plan_capacity``, where all experts have
+        the same number of rows.
       capacity: C, static; None for ``plan_dropless``.
       num_devices: N, static.
-      axis_name: the mesh axis or axes; None without one.
-      outer: a hop that rows take before this one, and after it on their way back; see ``plan_two_hops``. T is then the
-        number of rows that arrive by it.
+      axis_name: the mesh axis or axes, static; None if one device holds all experts.
+      outer: the handle of a first hop, which rows take before this one, and after it on their way back; None without
+        one. See ``plan_two_hops``. T is then the number of rows that arrive by the first hop.
       payload: how rows travel to experts, static.
 
     """
@@ -139,9 +143,13 @@ def capacity_for(num_tokens: int, top_k: int, num_experts: int, factor: float) -
 
     Args:
       num_tokens: T, the tokens of one device.
-      top_k: K, the experts that a token chooses.
+      top_k: K, the number of experts that a token chooses.
       num_experts: E, over all devices.
-      factor: multiples of an even load, T * K / E.
+      factor: the capacity in multiples of an even load, T * K / E.
+
+    Raises:
+      ValueError: num_experts is below 1, or factor is not positive and finite.
+
     """
     if num_experts < 1 or not 0 < factor < math.inf:
         raise ValueError(
@@ -161,10 +169,10 @@ def plan_dropless(
     """Plan a dispatch that sorts assignments by expert and sends each device the rows of its experts.
 
     Rows arrive grouped by expert in groups of unequal sizes, for ``grouped_matmul``. Between devices the
-    buffers are padded, not the experts: each device sends each other one a fixed number of rows, by default
-    enough for the worst case, T * min(K, L), so that nothing can be dropped. A ``buffer_factor`` bounds them
-    to that multiple of an even load; what does not fit is dropped, highest experts of a device first, and
-    counted in ``handle.dropped``. (``lax.ragged_all_to_all`` does not exist on XLA:CPU.)
+    buffers are padded, not the experts: each device sends every device a fixed number of rows, by default
+    enough for the worst case, T * min(K, L), so that nothing can be dropped. A ``buffer_factor`` bounds this
+    number to that multiple of an even load; what does not fit is dropped, highest experts of a device first,
+    and counted in ``handle.dropped``. (``lax.ragged_all_to_all`` does not exist on XLA:CPU.)
 
     >>> import jax.numpy as jnp
     >>> from dualpipe_jax.parallel import dispatch, plan_dropless
@@ -176,7 +184,8 @@ def plan_dropless(
       topk_TK: int32, each token's chosen experts, distinct within a token; E, or any number outside 0..E-1, for none.
       num_experts: E, over all devices; device n holds experts n * L to (n + 1) * L - 1.
       axis_name: the mesh axis (or axes) that shards the experts; None if this device holds them all.
-      buffer_factor: None for the worst case.
+      buffer_factor: the bound on the rows that go to one device, in multiples of an even load, T * K / N; None for the
+        worst case.
       payload: see ``plan_capacity``.
 
     Returns:
@@ -198,7 +207,7 @@ def plan_dropless(
 
     topk_TK = known_experts(topk_TK, num_experts)
     order_A, rank_A, starts_E, counts_E = by_expert(topk_TK, num_experts)
-    if width == T * K and num_devices == 1:  # each has the place that it is sorted to
+    if width == T * K and num_devices == 1:  # the slot of an assignment is its rank
         known_A = topk_TK.reshape(-1) < num_experts
         slot_TK = jnp.where(known_A, rank_A, T * K).reshape(T, K)
         assignment_S = order_A
@@ -250,7 +259,10 @@ def _num_devices(num_experts: int, axis_name: Axis | None) -> int:
 
 
 def known_experts(topk_TK: Array, num_experts: int) -> Array:
-    """Int32, with E for every number that is no expert's: a negative one would be read from the end of a table."""
+    """Return the choices as int32, with E in place of every number that is not an expert's.
+
+    A negative number would be read from the end of a table. Raises TypeError unless the choices are integers.
+    """
     _check_integers(topk_TK)
     topk_TK = topk_TK.astype(jnp.int32)
     return jnp.where((topk_TK >= 0) & (topk_TK < num_experts), topk_TK, num_experts)
@@ -262,10 +274,10 @@ def _check_integers(topk_TK: Array) -> None:
 
 
 def by_expert(topk_TK: Array, num_experts: int) -> tuple[Array, Array, Array, Array]:
-    """Sort assignments by expert, stably; return the order, its inverse, and experts' starts and counts.
+    """Sort assignments by expert, stably; return the order, its inverse, and each expert's start and count.
 
-    Numbers are those of ``known_experts``. Of few assignments, up to ``_FEW``, the order names none for those to no
-    expert, but a number past all.
+    ``topk_TK`` comes from ``known_experts``. With up to ``_FEW`` assignments the order has A, a number past all of
+    them, in place of the assignments to no expert.
     """
     expert_A = topk_TK.reshape(-1)
     iota_A = jnp.arange(expert_A.size, dtype=jnp.int32)
@@ -277,7 +289,7 @@ def by_expert(topk_TK: Array, num_experts: int) -> tuple[Array, Array, Array, Ar
         order_A = jnp.sort(expert_A * expert_A.size + iota_A) % expert_A.size
         rank_A = _inverse(order_A)
     else:
-        # Each compared with all others: two kernels, where a sort is many.
+        # Each assignment is compared with all others: two kernels, where a sort takes many.
         key_A = expert_A * expert_A.size + iota_A
         rank_A = jnp.sum(key_A < key_A[:, None], axis=1, dtype=jnp.int32)
         name_A = jnp.where(expert_A < num_experts, iota_A, jnp.int32(expert_A.size))
@@ -293,7 +305,7 @@ def _inverse(order_A: Array) -> Array:
 
 @typechecked
 def count(topk_TK: Array, num_experts: int) -> Array:
-    """Count the tokens of this device that chose each expert, int32 [E], those included that a plan drops.
+    """Count the tokens of this device that chose each expert, int32 [E], including those that a plan drops.
 
     >>> import jax.numpy as jnp
     >>> from dualpipe_jax.parallel import count
@@ -307,7 +319,10 @@ def count(topk_TK: Array, num_experts: int) -> Array:
 
 
 def _sort_arrivals(received_NL: Array, width: int) -> tuple[Array, Array]:
-    """The permutation of rows [N, width], each source's sorted by expert, to rows by expert; and its inverse."""
+    """Return the permutation that sorts received rows by expert, and its inverse, each int32 [R].
+
+    The received rows are [N, width]: those of each source device are sorted by expert already.
+    """
     N, L = received_NL.shape
     R = N * width
     source_N = jnp.arange(N, dtype=jnp.int32) * width
@@ -316,8 +331,8 @@ def _sort_arrivals(received_NL: Array, width: int) -> tuple[Array, Array]:
     into_LN = jnp.cumsum(received_NL.T.reshape(-1)).reshape(L, N) - received_NL.T
 
     row_R = jnp.arange(R, dtype=jnp.int32)
-    # Runs (expert, source) in expert order; empty runs share their start with the next one, side="right"
-    # passes over them.
+    # A run is the rows of one (expert, source) pair, in expert order. An empty run has the same start as the next
+    # one; side="right" passes over it.
     run_R = jnp.searchsorted(into_LN.reshape(-1), row_R, side="right", method="scan_unrolled")
     run_R = run_R.astype(jnp.int32) - 1
     shift_LN = from_NL.T - into_LN

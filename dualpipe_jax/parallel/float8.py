@@ -1,17 +1,17 @@
-"""Eight bits a number: e4m3 values in tiles, each tile with one scale.
+"""Numbers of eight bits: e4m3 values in tiles, each tile with one scale.
 
-A tile is what shares a scale: DeepSeek-V3 (section 3.3 of its report) has 1 x 128 for activations and their
-gradients and 128 x 128 for weights. The scale brings the tile's largest magnitude to at most 448, the largest of
-e4m3. Scales are powers of two, which V3 takes for what it dispatches, so that
+A tile is a block of numbers that share a scale: DeepSeek-V3 (section 3.3 of its report) has tiles of 1 x 128 for
+activations and their gradients, and of 128 x 128 for weights. The scale brings the tile's largest magnitude to at most
+448, the largest number of e4m3. Scales are powers of two, as V3 has for the rows that it dispatches, so that
 
-- to decode is exact in bfloat16: four significant bits, and another exponent;
-- what was encoded once is not changed by being encoded again, whether for a second hop or for a matmul.
+- decoding is exact in bfloat16: a value has four significant bits, and the scale changes only its exponent;
+- encoding decoded numbers again does not change them, whether for a second hop or for a matmul.
 
-The price is a bit of range at the bottom of a tile, not of precision: a number is off by at most 2^-4 of itself, and
-numbers below 2^-6 of the scale by at most 2^-10 of the scale, less than 2^-17 of the tile's largest.
+The price is a bit of range at the bottom of a tile, not of precision: the error of a number is at most 2^-4 of the
+number; for numbers below 2^-6 of the scale it is at most 2^-10 of the scale, less than 2^-17 of the tile's largest.
 
-An all-zero tile has the smallest scale. Infinities and NaNs have no part in their tile's scale: they become NaN, which
-e4m3 has, and their neighbours stay what they are.
+An all-zero tile has the smallest scale. Infinities and NaNs do not count for the scale of their tile: they become NaN,
+which e4m3 has, and do not change their neighbours.
 
 Shape suffixes: M rows, N columns, A x B tiles, S rows of a buffer, D model dim, W bytes of a row.
 """
@@ -22,17 +22,17 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 FLOAT8 = jnp.float8_e4m3fn
-"""Four bits of exponent, three of mantissa; no infinity, one NaN."""
+"""The type e4m3: four bits of exponent, three of mantissa; no infinity, one NaN."""
 
 TILE = 128
-"""Numbers along a side of a tile."""
+"""The length of a tile's long side, in numbers."""
 
 _MANTISSA_BITS = 23
 _MANTISSA_OF_LARGEST = 0x600000  # of 448 = 1.75 * 2^8 in float32
 _EXPONENT_OF_LARGEST = 8
 
 FIRST_GPU = (8, 9)
-"""The compute capability of the first GPUs (Ada, Hopper) with this type."""
+"""The lowest compute capability of a GPU with this type: that of Ada. Hopper has (9, 0)."""
 
 
 class Tiled(NamedTuple):
@@ -40,7 +40,7 @@ class Tiled(NamedTuple):
 
     Attributes:
       values: FLOAT8 [..., M, N].
-      scales: float32 [..., A, B], of each tile; those at the edges may be smaller than the others.
+      scales: float32 [..., A, B], the scale of each tile. Tiles at the edges may be smaller than the others.
     """
 
     values: Array
@@ -52,7 +52,7 @@ def quantize(x: Array, tile: tuple[int, int]) -> Tiled:
 
     Args:
       x: floating [..., M, N].
-      tile: rows and columns that share a scale.
+      tile: the numbers of rows and columns that share a scale.
 
     """
     wide = x.astype(jnp.float32)
@@ -73,7 +73,7 @@ def spread(scales: Array, tile: tuple[int, int], shape: tuple[int, ...]) -> Arra
 
 
 def _largest(magnitudes: Array, tile: tuple[int, int]) -> Array:
-    """The largest of each tile; tiles at the edges are filled up with zeros."""
+    """Return the largest magnitude of each tile, [..., A, B]; tiles at the edges are filled up with zeros."""
     sizes = zip(magnitudes.shape[-2:], tile, strict=True)
     edges = [(0, 0)] * (magnitudes.ndim - 2) + [(0, -size % side) for size, side in sizes]
     padded = jnp.pad(magnitudes, edges)
@@ -82,7 +82,7 @@ def _largest(magnitudes: Array, tile: tuple[int, int]) -> Array:
 
 
 def _power_of_two(largest: Array) -> Array:
-    """The smallest power of two, and normal number, by which ``largest`` divided is at most 448."""
+    """Return the smallest power of two that is a normal number and divides ``largest`` to at most 448."""
     bits = lax.bitcast_convert_type(largest, jnp.int32)
     # A mantissa above that of 448 carries into the exponent.
     carried = (bits + (2**_MANTISSA_BITS - 1 - _MANTISSA_OF_LARGEST)) >> _MANTISSA_BITS
@@ -90,16 +90,16 @@ def _power_of_two(largest: Array) -> Array:
 
 
 def _from_exponent(exponent: Array) -> Array:
-    """Two to the power of exponent - 127; zero for 0."""
-    # A product and not a shift: the backward may do that again, where it would keep what shifts make.
+    """Return two to the power of exponent - 127, as float32; zero for 0."""
+    # A product, not a shift: the backward may compute products again, but would keep the results of shifts.
     return lax.bitcast_convert_type(exponent.astype(jnp.int32) * 2**_MANTISSA_BITS, jnp.float32)
 
 
 def encode(rows_SD: Array) -> Array:
-    """Rows as bytes: e4m3 in tiles of 1 x 128, then the exponents of their scales.
+    """Encode rows as bytes: e4m3 in tiles of 1 x 128, then the exponents of their scales.
 
     Returns:
-      uint8 [S, W], W = D + ceil(D / 128): 0.504 of bfloat16's bytes. A row of zero bytes is one of zeros.
+      uint8 [S, W], W = D + ceil(D / 128): 0.504 of bfloat16's bytes. A row of zero bytes stands for a row of zeros.
 
     """
     tiled = quantize(rows_SD, (1, TILE))
@@ -108,7 +108,7 @@ def encode(rows_SD: Array) -> Array:
 
 
 def decode(bytes_SW: Array, dim: int, dtype: Any) -> Array:
-    """What ``encode`` made bytes of, rounded: [S, dim] of ``dtype``."""
+    """Decode the bytes that ``encode`` returned to rows [S, dim] of ``dtype``, which are rounded."""
     values = lax.bitcast_convert_type(bytes_SW[..., :dim], FLOAT8)
     return dequantize(Tiled(values, _from_exponent(bytes_SW[..., dim:])), (1, TILE), dtype)
 
@@ -116,7 +116,8 @@ def decode(bytes_SW: Array, dim: int, dtype: Any) -> Array:
 def check_device(device: Any) -> None:
     """Refuse a device that does not convert to float8.
 
-    CPUs and TPUs do, and GPUs from ``FIRST_GPU`` on. Which multiplies in float8, too, says ``float8_matmul``.
+    CPUs and TPUs convert, and so do GPUs from ``FIRST_GPU`` on. ``float8_matmul`` says which devices also multiply in
+    float8.
 
     Args:
       device: a device of JAX's, present or only compiled for.

@@ -1,22 +1,24 @@
 """The experts' matmul of numbers in eight bits, forward and backward.
 
-As DeepSeek-V3 trains (section 3.3 of its report). Of that it takes
+It follows the training of DeepSeek-V3 (section 3.3 of its report) in these points:
 
-- the three products of a linear in e4m3: forward, gradient of the input, gradient of the weights;
-- tiles along what is summed over: activations and gradients 1 x 128, weights 128 x 128, and 128 x 1 for both sides of
-  the weights' gradient;
+- the three products of a linear layer in e4m3: forward, gradient of the input, gradient of the weights;
+- tiles along the dim that is summed over: activations and gradients 1 x 128, weights 128 x 128, and 128 x 1 for both
+  sides of the weights' gradient;
 - the sum of each 128 products times its two scales, added up in float32;
-- what is kept for the backward: the input in eight bits, made 128 x 1 from that;
-- weights rounded from what the optimizer keeps, once a step (``made_once``).
+- the input kept for the backward in eight bits, from which its tiles of 128 x 1 are made;
+- weights rounded from those that the optimizer keeps, once a step (``made_once``).
 
-Not taken are e5m6 for what follows attention, scales that are no powers of two, and the SwiGLU's inputs in eight bits.
+It does not take from V3: e5m6 for the inputs of the linear layer after attention, scales that are no powers of two, and
+the SwiGLU's inputs in eight bits.
 
 Scales are powers of two, so a rounded number times its scale is exact in bfloat16, and the products of two such numbers
-are exact in float32. So the sum over blocks of the blocks' products times two scales is one ordinary product of what
-was rounded and decoded, up to the order of float32's sums. That is what runs here, by the same programs as any other
-product of experts, on any device. The numbers are V3's, the speed is at best that of bfloat16: rounding comes on top of
-it. What is saved is memory: the inputs of the weights' gradient wait in eight bits. A Hopper multiplies in eight bits
-what the forward and the gradient of the input multiply, see ``mosaic.scaled_product``.
+are exact in float32. So the sum over blocks, of each block's products times its two scales, equals one ordinary product
+of the rounded and decoded numbers, up to the order of float32's sums. This module computes that ordinary product, by
+the same programs as any other product of experts, on any device. The numbers are V3's; the speed is at best that of
+bfloat16, since rounding takes additional time. It saves memory: the inputs of the weights' gradient are kept in eight
+bits. Only a Hopper multiplies in eight bits, in the forward and the gradient of the input: see
+``mosaic.scaled_product``.
 
 Shape suffixes: those of ``expert_groups``; M rows of an equal group.
 """
@@ -50,18 +52,18 @@ def float8_matmul(
     """Multiply each group of rows by its own matrix, all rounded to e4m3.
 
     Args:
-      rows: floating; [G, M, D], or with more dims between; or with group sizes [R, D]: the rows of group 0, then of
-        group 1, ...; further rows are ignored.
+      rows: floating. Without group sizes [G, M, D], or with more dims between G and D; with group sizes [R, D]: the
+        rows of group 0, then of group 1, ...; further rows are ignored.
       w_GDF: one matrix per group, of the rows' dtype.
-      group_sizes_G: int32, rows of each group; the sum must not exceed R.
+      group_sizes_G: int32, the number of rows of each group; the sum must not exceed R.
       kernel, gradient, interpret: see ``multiply_groups``. Numbers of 16 bits are given to it in bfloat16, others in
-        their own dtype; but "hopper" multiplies those of 16 bits in e4m3, rows of equal groups too, except for the
+        their own dtype. But "hopper" multiplies numbers of 16 bits in e4m3, also rows of equal groups, except for the
         matrices' gradient.
 
     Returns:
       [G, M, F] or [R, F] of the rows' dtype; zeros past the last group. The gradients are products of e4m3, too. For
-      the matrices' gradient scales are of 128 rows: of M, or of R, where the last rows of a group and the first ones of
-      the next may share one. A row with an infinity or a NaN gives NaNs.
+      the matrices' gradient, 128 consecutive rows of M or of R share a scale; in R these may be the last rows of one
+      group and the first rows of the next. A row with an infinity or a NaN gives NaNs.
 
     Raises:
       TypeError, ValueError: see ``multiply_groups``; or the shapes or dtypes do not fit together.
@@ -93,7 +95,7 @@ def _matmul(
 
 
 def _matmul_fwd(how: _How, rows: Array, w_GDF: Array, w8: Tiled, w8_GFD: Tiled | None, sizes_G: Array | None):
-    del w_GDF  # the gradient's
+    del w_GDF  # there to take the gradient
     rows8 = quantize(_in_groups(rows, sizes_G), _ROW)
     if w8_GFD is not None:
         y = _scaled(how, sizes_G, rows8, w8_GFD, rows.dtype)
@@ -108,7 +110,7 @@ def _matmul_bwd(how: _How, saved: tuple[Tiled, Tiled, Array | None], dy: Array):
     exact, dy = _exact(dy.dtype), _in_groups(dy, sizes_G)
     by_columns = _rounded(dequantize(rows8, _ROW, exact), _COLUMN, exact)
     _, pull = jax.vjp(functools.partial(_ordinary, how, sizes_G), by_columns, dequantize(w8, _SQUARE, exact))
-    # Each gradient takes other tiles of dy; the other one that it comes with is never computed.
+    # Each gradient takes other tiles of dy. ``pull`` returns both gradients; the unused one is never computed.
     d_w = pull(_rounded(dy, _COLUMN, exact))[1]
     if _multiplies(how, dy.dtype):
         d_rows = _scaled(how, sizes_G, quantize(dy, _ROW), w8, dy.dtype)
@@ -121,7 +123,7 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
 def _in_groups(rows: Array, sizes_G: Array | None) -> Array:
-    """Zeros past the last group: what is there may be anything, and shares tiles with its rows."""
+    """Return the rows with zeros past the last group: those may hold anything, and share tiles with its rows."""
     if sizes_G is None:
         return rows
     filled_R = jnp.arange(rows.shape[0], dtype=jnp.int32) < jnp.sum(sizes_G, dtype=jnp.int32)
@@ -139,7 +141,7 @@ def _multiplies(how: _How, dtype: Any) -> bool:
 
 
 def _scaled(how: _How, sizes_G: Array | None, rows8: Tiled, w8_GFD: Tiled, dtype: Any) -> Array:
-    """Rows by transposed matrices, which lie as tensor cores read eight bits."""
+    """Multiply rows by transposed matrices, which lie in the order in which tensor cores read eight bits."""
     rows, groups = rows8.values.shape[:-1], len(w8_GFD.values)
     if sizes_G is None:
         sizes_G = jnp.full(groups, math.prod(rows) // groups, jnp.int32)
@@ -153,5 +155,5 @@ def _rounded(x: Array, tile: tuple[int, int], dtype: Any) -> Array:
 
 
 def _exact(dtype: Any) -> Any:
-    """In which dtype decoded numbers are exact: float16 has the bits, but not the range."""
+    """Return the dtype in which decoded numbers are exact: float16 has the bits, but not the range."""
     return jnp.bfloat16 if dtype.itemsize == 2 else dtype

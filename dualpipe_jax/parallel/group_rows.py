@@ -1,6 +1,7 @@
-"""Where groups of consecutive rows lie: tables that grouped products' kernels go by.
+"""Tables of where groups of consecutive rows lie, for the kernels of grouped products.
 
-All are compared and summed, where a running sum or a sort are several kernels: in a program of few rows each counts.
+All are computed by comparisons and sums: a running sum or a sort is several kernels, and in a program of few rows each
+kernel counts.
 
 Shape suffixes: R rows, G groups, S groups that have rows, T walks of a tile of rows.
 """
@@ -10,14 +11,19 @@ from jax import Array
 
 
 def starts(sizes_G: Array) -> Array:
-    """The sum of all sizes before each, int32 [G]."""
+    """Return the first row of each group, int32 [G]: the sum of the sizes of all groups before it."""
     number_G = jnp.arange(len(sizes_G), dtype=jnp.int32)
     earlier_GG = number_G < number_G[:, None]
     return jnp.sum(jnp.where(earlier_GG, sizes_G, 0), axis=1, dtype=jnp.int32)
 
 
 def filled(sizes_G: Array, most: int) -> tuple[Array, Array, Array]:
-    """The groups that have rows, and where these begin and end, int32 [most]; behind them groups of none."""
+    """List the groups that have rows.
+
+    Returns:
+      Three arrays int32 [most]: the group, its first row and the row past its last. Entries after the last group that
+      has rows are zeros, which is a group without rows.
+    """
     number_G = jnp.arange(len(sizes_G), dtype=jnp.int32)
     filled_G = (sizes_G > 0).astype(jnp.int32)
     starts_G, place_G = starts(sizes_G), starts(filled_G)
@@ -30,16 +36,16 @@ def filled(sizes_G: Array, most: int) -> tuple[Array, Array, Array]:
 
 
 def walks(sizes_G: Array, tile: int, num_rows: int) -> tuple[Array, Array, Array, Array]:
-    """Each group's tiles of rows, one group after the other.
+    """List the tiles of rows of each group, one group after the other; a tile with rows of n groups is listed n times.
 
     Args:
-      sizes_G: int32, rows of each group.
-      tile: rows of a tile.
+      sizes_G: int32, the number of rows of each group.
+      tile: the number of rows of a tile.
       num_rows: R.
 
     Returns:
-      int32 [T], T being as many as there can be: the group, the number of the tile, and where the group's rows begin
-      and end; behind the last walk they end where they begin.
+      Four arrays int32 [T], T being the largest possible number of walks: the group, the index of the tile, the group's
+      first row and the row past its last. In entries after the last walk these two rows are equal.
     """
     G = len(sizes_G)
     most = -(-num_rows // tile) + G - 1

@@ -1,6 +1,6 @@
-"""Tiles on a Hopper GPU (H100, H200): two warpgroups multiply what a third one loads, a half of the tile each.
+"""Tiles on a Hopper GPU (H100, H200): two warpgroups multiply half a tile each, and a third one loads for them.
 
-Each sums its half in its registers, and writes it before it goes on to the next tile.
+Each of the two sums its half in its registers, and writes it before it goes on to the next tile.
 """
 
 import functools
@@ -30,13 +30,14 @@ SMS = 132
 _LOADS = HALVES
 """The warpgroup that loads; those before it multiply."""
 _REGISTERS, _REGISTERS_SCALED = (40, 232), (72, 216)
-"""Of a thread that starts copies, which needs few, and of one that multiplies, which gets what that leaves. Sums of
-numbers in eight bits need fewer: with these ptxas spills none for the widths of DeepSeek-V3."""
+"""The number of registers of a thread that starts copies, which needs few, and of a thread that multiplies, which gets
+the rest. Sums of numbers in eight bits need fewer: with these ptxas spills no register for the widths of DeepSeek-V3.
+"""
 
 
 def warpgroups(masks: bool) -> int:
     """See ``Tiles``."""
-    del masks  # who multiplies does it
+    del masks  # the warpgroups that multiply also mask
     return HALVES + 1
 
 
@@ -80,7 +81,7 @@ def walk(slots: Slots, walked: Walked) -> None:
 
 
 def _sum(slots: Slots, walked: Walked, tile: Any, done: Array, own: Array) -> list[Array]:
-    """A half of a tile: while one step's products are made, the next one's are asked for."""
+    """Return the sums of half a tile: while the products of one step run, those of the next step are started."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def give_back(step: Array) -> None:
@@ -93,7 +94,7 @@ def _sum(slots: Slots, walked: Walked, tile: Any, done: Array, own: Array) -> li
             if walked.inside is not None:
                 _mask(slots, slot, own, *walked.inside(tile, step))
             plgpu.wgmma(sum_ref, *walked.operands(slot, slots.right.at[slot, own]))
-            plgpu.wgmma_wait(1)  # for the product before this one: so its slot is free
+            plgpu.wgmma_wait(1)  # waits for the product before this one, whose slot is then free
             pl.when(step > 0)(functools.partial(give_back, step - 1))
 
         lax.fori_loop(0, tile.steps, one_step, None)
@@ -105,10 +106,10 @@ def _sum(slots: Slots, walked: Walked, tile: Any, done: Array, own: Array) -> li
 
 
 def _scaled_sums(slots: Slots, walked: Walked, tile: Any, done: Array, own: Array) -> list[Array]:
-    """A half of a tile of numbers in eight bits, in two parts of ``ROWS`` rows.
+    """Return the sums of half a tile of numbers in eight bits, in two parts of ``ROWS`` rows.
 
-    Each step's products are summed apart and then scaled, for which there are registers for one part at a time; the
-    other warpgroup multiplies meanwhile.
+    The products of each step are summed alone, then scaled and added up. The registers suffice for one part at a time;
+    while one part is scaled, the other warpgroup multiplies.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -118,7 +119,7 @@ def _scaled_sums(slots: Slots, walked: Walked, tile: Any, done: Array, own: Arra
 
     def one_step(step: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         slot = slot_of(slots, done + step)
-        scales = find_scales(tile, step, own)  # on their way while the blocks arrive
+        scales = find_scales(tile, step, own)  # these loads run while the blocks arrive
         plgpu.barrier_wait(slots.arrived.at[slot])
         left, right = walked.operands(slot, slots.right.at[slot, own])
 
@@ -149,5 +150,5 @@ def _mask(slots: Slots, slot: Array, half: Array, first: Array, past: Array) -> 
         zero_outside(slots.right.at[slot, half], first, past)
         pl.when(half == 0)(functools.partial(zero_outside, slots.left.at[slot], first, past))
         plgpu.commit_smem()
-        plgpu.barrier_arrive(masked)  # the other half multiplies the left side, too
+        plgpu.barrier_arrive(masked)  # both halves multiply the same left side
         plgpu.barrier_wait(masked)

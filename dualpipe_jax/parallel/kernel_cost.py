@@ -1,5 +1,8 @@
-"""What a kernel costs, and where it writes, of kernels that do not say so themselves: compilers' schedulers and
-``split_backward`` see into none. And how the blocks that one makes are summed."""
+"""State the cost of Pallas kernels, and in whose memory they write, where kernels do not state it themselves.
+
+Neither compilers' schedulers nor ``split_backward`` look into a kernel. Besides, ``blocks_added`` makes additions of
+the sums over the blocks that a kernel returns.
+"""
 
 import dataclasses
 import functools
@@ -12,13 +15,13 @@ from jax.experimental import pallas as pl
 from jax.extend import core as jex
 
 _KERNELS = frozenset({"pallas_call", "mpmd_map"})
-"""Pallas' two primitives: ``pl.pallas_call``, and what ``plgpu.kernel`` makes."""
+"""Pallas' two primitives: that of ``pl.pallas_call`` and that of ``plgpu.kernel``."""
 
 
 def priced(
     function: Callable[..., Any], cost: pl.CostEstimate, vmem_limit_bytes: int | None = None
 ) -> Callable[..., Any]:
-    """The function, whose one Pallas call now says what it costs, and on TPU may take so much of VMEM."""
+    """Return the function with ``cost`` stated on its Pallas call; on TPU it may use ``vmem_limit_bytes`` of VMEM."""
 
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
@@ -36,12 +39,20 @@ def once(
     in_place: int | None = None,
     **static: Any,
 ) -> Any:
-    """As ``priced``, for a function of arrays that is equal to others, as those at a module's top are: it is traced
-    once for arguments of a type. A program that calls a kernel a hundred times then holds it lowered once, which of
-    one with many groups takes a second.
+    """Call the function with ``cost`` stated on its Pallas call, tracing it once per types of arguments.
 
-    ``in_place`` is the number of the kernel's operand in whose memory its only result is written; ``static`` are the
-    function's further arguments.
+    A program that calls a kernel a hundred times then lowers it once; lowering a kernel with many groups takes a
+    second.
+
+    Args:
+      function: a function of arrays. Traces are found by its equality: pass one defined at a module's top.
+      cost: see ``priced``.
+      *args: the arrays.
+      in_place: the index of the kernel's operand in whose memory its only result is written.
+      **static: further arguments of the function, hashable.
+
+    Returns:
+      The function's result; a tuple if there are several.
     """
     types = tuple(map(jax.typeof, args))
     traced = _traced(function, tuple(static.items()), cost, types, in_place, jax.sharding.get_abstract_mesh())
@@ -58,7 +69,7 @@ def _traced(
     in_place: int | None,
     mesh: Any,
 ) -> Any:
-    del mesh  # the one that is traced under
+    del mesh  # part of the cache's key, since the function is traced under this mesh
     params: dict[str, Any] = {"cost_estimate": cost}
     if in_place is not None:
         params["input_output_aliases"] = {in_place: 0}
@@ -66,10 +77,11 @@ def _traced(
 
 
 def blocks_added(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, whose sums over a leading dim of two to eight are additions; kernels stay as they are.
+    """Return the function with its sums over a leading dim of two to eight made additions; kernels stay unchanged.
 
-    The TPU's compiler has five to seven times as many cycles for such a sum on v5p. Of n times 128 x 4096 x 256 in
-    bfloat16 it has 8.44, 8.49 and 13.86 million for n = 2, 4 and 8; of additions 1.16, 1.63 and 2.57 (libtpu 0.0.42.1).
+    On v5p the TPU's compiler counts five to seven times as many cycles for such a sum as for the additions. For 2, 4
+    and 8 blocks of 128 x 4096 x 256 in bfloat16 it counts 8.44, 8.49 and 13.86 million cycles for the sum, and 1.16,
+    1.63 and 2.57 million for the additions (libtpu 0.0.42.1).
     """
 
     def run(*args: Any) -> Any:
@@ -81,9 +93,11 @@ def blocks_added(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _FEW = 8
+"""The largest number of blocks whose sum becomes additions."""
 
 
 def _added(eqn: Any) -> list[Any] | None:
+    """Return the equations that replace a sum over a leading dim by additions; None for any other equation."""
     if eqn.primitive.name != "reduce_sum" or len(eqn.params["axes"]) != 1:
         return None
     (axis,), (blocks,) = eqn.params["axes"], eqn.invars
@@ -92,7 +106,7 @@ def _added(eqn: Any) -> list[Any] | None:
         return None
 
     def add(blocks: jax.Array) -> jax.Array:
-        # Not slices: for a pair each of those is work of its own, which barriers may hold.
+        # A split, not slices: in a pair each slice would be work of its own, which barriers may hold back.
         parts = lax.split(blocks, [1] * length, axis)
         return functools.reduce(lax.add, (lax.squeeze(part, (axis,)) for part in parts))
 
@@ -108,14 +122,14 @@ def _added(eqn: Any) -> list[Any] | None:
 
 
 def _with_cost(jaxpr: Any, params: dict[str, Any], options: dict[str, Any]) -> Any:
-    """With these parameters of its kernels, and these options of their compiler."""
+    """Return the jaxpr with these parameters on its kernels, and these options for their compiler."""
     return _rewritten(jaxpr, functools.partial(_costing, params=params, options=options))
 
 
 def _costing(eqn: Any, params: dict[str, Any], options: dict[str, Any]) -> list[Any] | None:
     if eqn.primitive.name not in _KERNELS:
         return None
-    if "input_output_aliases" in params:  # of the type that JAX keeps it in, which it can hash
+    if "input_output_aliases" in params:  # converted to the type that JAX keeps it in, which JAX can hash
         aliases = type(eqn.params["input_output_aliases"])(params["input_output_aliases"])
         params = params | {"input_output_aliases": aliases}
     if options:
@@ -124,7 +138,10 @@ def _costing(eqn: Any, params: dict[str, Any], options: dict[str, Any]) -> list[
 
 
 def _rewritten(jaxpr: Any, rewrite: Callable[[Any], list[Any] | None]) -> Any:
-    """With what ``rewrite`` makes of each equation, those in calls too but not in kernels; None leaves one as it is."""
+    """Return the jaxpr with each equation replaced by what ``rewrite`` returns for it; None leaves it unchanged.
+
+    Equations inside calls are rewritten, too; those inside kernels are not.
+    """
     inner = getattr(jaxpr, "jaxpr", jaxpr)
     if inner is not jaxpr:  # from jax 0.12 on a closed jaxpr is a jaxpr itself
         return jaxpr.replace(jaxpr=_rewritten(inner, rewrite))

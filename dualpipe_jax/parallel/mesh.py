@@ -12,27 +12,28 @@ from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.torus import near_order
 
 DP = "dp"
-"""The mesh axis of replicas: each has a part of every microbatch and, but for what is stored cut, all parameters."""
+"""The mesh axis of replicas: each has a part of every microbatch, and all parameters except those stored sharded."""
 
 PP = "pp"
-"""The mesh axis that the pipeline's ranks lie on."""
+"""The mesh axis of the pipeline's ranks."""
 
 EP = "ep"
-"""The mesh axis that the experts lie on; each of its devices also holds an equal part of every microbatch."""
+"""The mesh axis over which experts are sharded; each of its devices also holds an equal part of every microbatch."""
 
 NODE = "node"
-"""The mesh axis of nodes, where experts lie on several and dispatch takes two hops; "ep" then has one's devices."""
+"""The mesh axis of nodes. A mesh has it if experts are sharded over several nodes and dispatch takes two hops; "ep" is
+then the axis of one node's devices."""
 
 BATCH_AXES = (DP, NODE, EP)
-"""Axes over which a microbatch is cut, the first one varying slowest; a mesh need not have all."""
+"""Axes over which a microbatch is sharded, the first one varying slowest; a mesh need not have all of them."""
 
 AXES = (DP, PP, NODE, EP)
-"""All axes that a mesh may have, in its order."""
+"""All axes that a mesh may have, in the order in which it has them."""
 
 
 @typechecked
 def expert_axes(nodes: int = 1) -> str | tuple[str, str]:
-    """The axis of ``make_mesh``'s mesh that shards experts, or both axes on several nodes.
+    """Return the axis of ``make_mesh``'s mesh that shards experts, or the two axes that do so on several nodes.
 
     ``PartitionSpec`` and collectives take either.
     """
@@ -41,7 +42,7 @@ def expert_axes(nodes: int = 1) -> str | tuple[str, str]:
 
 @typechecked
 def over_nodes(ep: int, nodes: int = 1) -> int | tuple[int, int]:
-    """The ``ep`` that ``make_mesh`` takes: the number of devices, or (nodes, devices of a node) on several nodes.
+    """Return the ``ep`` for ``make_mesh``: the number of devices, or (nodes, devices of a node) on several nodes.
 
     Raises ValueError if the nodes do not divide the devices.
     """
@@ -53,15 +54,15 @@ def over_nodes(ep: int, nodes: int = 1) -> int | tuple[int, int]:
 
 
 def batch_spec(mesh: Mesh | AbstractMesh) -> PartitionSpec:
-    """The PartitionSpec of a batch, [microbatches, microbatch size, ...], on a mesh."""
+    """Return the PartitionSpec of a batch, [microbatches, microbatch size, ...], on a mesh."""
     return PartitionSpec(None, tuple(axis for axis in BATCH_AXES if axis in mesh.shape))
 
 
 def slow_links(mesh: Mesh | AbstractMesh) -> dict[str, float]:
-    """The relative cost of links between nodes, by mesh axis: a byte's time there over its time inside a node.
+    """Return the relative cost of links between nodes, by mesh axis: a byte's time there over its time inside a node.
 
-    It is empty for a mesh of one node or of other devices than GPUs. NVLink's 450 GB/s over the network's 50 GB/s make
-    9 on H100s, corrected for the part of either exchange that stays on its device.
+    It is empty for a mesh of one node or of other devices than GPUs. On H100s the ratio is 9 (NVLink's 450 GB/s over
+    the network's 50 GB/s), corrected for the part of either exchange that stays on its device.
     """
     nodes, local = mesh.shape.get(NODE, 1), mesh.shape.get(EP, 1)
     gpus = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "gpu"
@@ -80,12 +81,12 @@ def make_mesh(
 ) -> Mesh:
     """Lay ``dp x pp x ep`` devices out as a mesh with the axes ("dp", "pp", "ep").
 
-    An ep of (nodes, devices of a node) makes two axes of it, ("dp", "pp", "node", "ep"), for dispatch in two hops.
+    With ep = (nodes, devices of a node) the axes are ("dp", "pp", "node", "ep"), for dispatch in two hops.
 
     Devices are taken in the order given, "ep" varying fastest and "dp" slowest: the devices that share a pipeline rank
-    are neighbours. JAX orders GPUs by nodes, so that "ep" lies inside a node if it fits, and of two axes "ep" must.
-    A whole TPU slice is taken in another order: "ep" (and "node" by "ep") fills boxes of the torus, those whose
-    all-to-alls keep their busiest link least busy, and consecutive ranks are boxes next to each other.
+    are neighbours. JAX orders GPUs by nodes, so that "ep" lies inside a node if it fits; with an axis "node" it must.
+    A whole TPU slice is taken in another order: "ep" (and "node" by "ep") fills boxes of the torus, of the shape whose
+    all-to-alls load their busiest link least, and consecutive ranks are boxes next to each other.
 
     The axis types are Auto (``jax.make_mesh`` would make them Explicit, which ``shard_map``'s specs then contradict).
 
@@ -94,13 +95,16 @@ def make_mesh(
     {'dp': 1, 'pp': 1, 'ep': 1}
 
     Args:
-      pp: pipeline ranks, at least 1.
-      ep: expert-parallel devices of each rank, at least 1; or (nodes, devices of a node) that they are.
-      devices: what to lay out; ``jax.devices()`` if None. Devices beyond the first ``dp * pp * ep`` are left out.
-      dp: replicas of the whole, at least 1.
+      pp: the number of pipeline ranks, at least 1.
+      ep: the number of expert-parallel devices of each rank, at least 1; or (nodes, devices of a node), whose product
+        is that number.
+      devices: the devices to lay out; ``jax.devices()`` if None. Devices beyond the first ``dp * pp * ep`` are left
+        out.
+      dp: the number of replicas of the pipeline, at least 1.
 
     Raises:
-      ValueError: a size is below 1, there are too few devices, or the devices given for a node are on several.
+      TypeError: a device is not one of JAX's.
+      ValueError: a size is below 1, there are too few devices, or the devices given for one node are on several.
 
     """
     sizes = {DP: dp, PP: pp, **_over_nodes(ep)}
@@ -124,7 +128,7 @@ def make_mesh(
 
 
 def _near(devices: list[jax.Device], local: int, nodes: int) -> list[jax.Device]:
-    """A TPU slice's devices in such an order that those of an expert axis are near each other; others as they are."""
+    """Order a whole TPU slice's devices so that those of an expert axis are near each other; leave others unchanged."""
     if any(device.platform != "tpu" or getattr(device, "coords", None) is None for device in devices):
         return devices
     chips: dict[tuple[int, ...], list[jax.Device]] = {}
@@ -142,7 +146,10 @@ def _near(devices: list[jax.Device], local: int, nodes: int) -> list[jax.Device]
 
 
 def _check_nodes(groups: list[list[jax.Device]], ep: object) -> None:
-    """Check that the devices of a node lie on one, as far as anybody knows: slices, or processes of several GPUs."""
+    """Raise ValueError if the devices given for one node lie on several, as far as JAX shows it.
+
+    A node is a slice, or a process that has several GPUs.
+    """
     devices = [device for group in groups for device in group]
     for kind, where in (("slice", "slice_index"), ("process", "process_index")):
         numbers = [getattr(device, where, None) for device in devices]
@@ -162,7 +169,7 @@ def _check_nodes(groups: list[list[jax.Device]], ep: object) -> None:
 
 
 def _has_several(devices: list[jax.Device], numbers: list[int | None]) -> bool:
-    """Whether a process has several of these GPUs; one each says nothing about nodes."""
+    """Return whether a process has several of these GPUs; processes of one GPU each say nothing about nodes."""
     return devices[0].platform == "gpu" and len(set(numbers)) < len(numbers)
 
 

@@ -2,11 +2,13 @@
 sizes.
 
 A tile without rows loads and multiplies nothing, so a buffer that is an eighth full takes a fifth of the time that
-JAX's own kernel does (``jax.experimental.pallas.ops.gpu.ragged_dot_mgpu``, which passes over none). Where groups have
-few rows, as in a step of decode, which takes as long as it reads matrices, each matrix that is asked for is read once.
-Gradients of matrices are added, in float32, to their sum over the microbatches so far; JAX's own kernel rounds them to
-the rows' dtype. All take 16 bits, and the product on a Hopper eight, too; and widths that ``LANES`` divides: others are
-padded here. None runs on a CPU: ``emulate`` computes what they would write, for tests.
+JAX's own kernel takes (``jax.experimental.pallas.ops.gpu.ragged_dot_mgpu``, which skips no tile). Where groups have few
+rows, as in a decode step, the time is that of reading matrices: a Hopper then reads the matrix of a group once for each
+block of ``ROWS`` rows that holds rows of the group, and no other matrix. Gradients of matrices are added, in float32,
+to their sum over the microbatches so far; JAX's own kernel rounds them to the rows' dtype.
+
+All kernels take types of 16 bits, and the product on a Hopper also eight bits. They take widths that ``LANES`` divides;
+this module pads others. No kernel runs on a CPU: ``emulate`` computes what they would write, for tests.
 
 Shape suffixes: R rows, G groups, D in, F out; K rows of a block.
 """
@@ -39,18 +41,19 @@ from dualpipe_jax.parallel.tiles import (
 )
 
 TILES: Mapping[str, Tiles] = {"hopper": hopper_tiles, "blackwell": blackwell_tiles}
-"""How the GPUs make tiles, by the name of the kernel in ``expert_groups``."""
+"""How each GPU computes tiles, by the name of the kernel in ``expert_groups``."""
 
 _PIECE = 64
-"""Columns of a result that are on their way to memory at once: there is no room for all."""
+"""The number of columns of a result that are written to memory at once: shared memory has no room for all."""
 
 
 class Walk(NamedTuple):
     """How a kernel goes through its tiles.
 
     Attributes:
-      stages: blocks that are on their way from memory at once.
-      snake: tiles along the result's width that follow each other, so that rows they share are still in the cache.
+      stages: the number of blocks that are loaded from memory at once.
+      snake: the number of neighbouring tiles along the result's width that are computed after each other, so that the
+        rows that they share are still in the cache.
     """
 
     stages: int = 4
@@ -58,13 +61,15 @@ class Walk(NamedTuple):
 
 
 MATRIX, TRANSPOSED, GRADIENT = Walk(), Walk(), Walk(stages=3, snake=8)
-"""As measured on an H200: ``scripts/bench gpu --parts walks`` tries others."""
+"""The walks of the product, of the product with transposed matrices and of the gradient, chosen by measurements on an
+H200: ``scripts/bench gpu --parts walks`` tries others."""
 FEW = Walk(stages=6)
-"""Of a Hopper's product of few rows: 96 KiB of a matrix on their way to a multiprocessor. Nobody measured it."""
+"""The walk of a Hopper's product of few rows: it loads 96 KiB of a matrix at once to a multiprocessor. It has not been
+measured."""
 
 
 def takes(dtype: Any) -> bool:
-    """Whether the kernels know the dtype."""
+    """Return whether the kernels take the dtype: bfloat16 and float16."""
     return dtype in (jnp.bfloat16, jnp.float16)
 
 
@@ -81,10 +86,10 @@ def product(
 
     Args:
       tiles: one of ``TILES``.
-      x_RD: in 16 bits; with ``transpose`` [R, F].
-      w_GDF: of the same dtype.
-      sizes_G: int32.
-      transpose: multiply by the transposed matrices, which are read as they lie.
+      x_RD: the rows, of a dtype of 16 bits; with ``transpose`` [R, F].
+      w_GDF: the matrices, of the same dtype.
+      sizes_G: int32, the number of rows of each group.
+      transpose: multiply by the transposed matrices, which are read in the order in which they lie.
       emulate: compute the same in plain JAX.
 
     Returns:
@@ -113,18 +118,18 @@ def scaled_product(
 ) -> Array:
     """Multiply each group's rows by its transposed matrix, both in eight bits, on a Hopper.
 
-    The tensor cores sum the products of 128 numbers each, in fewer bits than float32 has (DeepSeek-V3's report, section
-    3.3.2, has about 14); these sums, times their two scales, are added up in float32.
+    The tensor cores sum 128 products at a time, in fewer bits than float32 has (about 14, says DeepSeek-V3's report,
+    section 3.3.2); these sums, times their two scales, are added up in float32.
 
     Args:
-      x8_RD: in tiles of 1 x 128.
-      w8_GFD: in tiles of 128 x 128.
-      sizes_G: int32.
-      dtype: of the result, of 16 bits.
+      x8_RD: the rows, in tiles of 1 x 128.
+      w8_GFD: the matrices, transposed, in tiles of 128 x 128.
+      sizes_G: int32, the number of rows of each group.
+      dtype: the dtype of the result, of 16 bits.
       emulate: compute the same in plain JAX.
 
     Returns:
-      [R, F]; zeros past the last group.
+      [R, F] of ``dtype``; zeros past the last group.
     """
     rows, width = x8_RD.values.shape[0], w8_GFD.values.shape[1]
     x_RD, w_GFD = _rows(x8_RD.values), w8_GFD.values
@@ -141,21 +146,21 @@ def scaled_product(
 
 
 def _filled(y_RF: Array, sizes_G: Array) -> Array:
-    """Rows of no group are not written: what is there may be anything."""
+    """Put zeros into rows of no group: the kernels do not write them, so they may hold anything."""
     filled_R = jnp.arange(len(y_RF), dtype=jnp.int32) < starts(sizes_G)[-1] + sizes_G[-1]
     return jnp.where(filled_R[:, None], y_RF, 0)
 
 
 def gradient(tiles: Tiles, x_RD: Array, dy_RF: Array, sizes_G: Array, *, emulate: bool = False) -> Array:
-    """Sum each group's rows' outer products.
+    """Sum the outer products of each group's rows.
 
     Where 128 divides the widths they are added to ``gradient_sum``.
 
     Args:
       tiles: one of ``TILES``.
-      x_RD: in 16 bits; what lies past the last group is not read.
-      dy_RF: of the same dtype.
-      sizes_G: int32.
+      x_RD: the rows, of a dtype of 16 bits; rows past the last group are ignored.
+      dy_RF: the gradients of the product's rows, of the same dtype.
+      sizes_G: int32, the number of rows of each group.
       emulate: compute the same in plain JAX.
 
     Returns:
@@ -165,7 +170,7 @@ def gradient(tiles: Tiles, x_RD: Array, dy_RF: Array, sizes_G: Array, *, emulate
     x_RD, dy_RF = _rows(x_RD), _rows(dy_RF)
     padded = *shape[:1], x_RD.shape[1], dy_RF.shape[1]
     so_far = gradient_sum(shape, beside=x_RD)
-    if padded != shape:  # a sum with edges would be another array
+    if padded != shape:  # a padded sum is another array, so nothing is added in place
         so_far = _padded(so_far, tuple(p - s for p, s in zip(padded, shape, strict=True)))
     given = x_RD, dy_RF, sizes_G, so_far
     made = mosaic_emulated.added(*given) if emulate else added(tiles, *given)
@@ -175,14 +180,14 @@ def gradient(tiles: Tiles, x_RD: Array, dy_RF: Array, sizes_G: Array, *, emulate
 def added(
     tiles: Tiles, x_RD: Array, dy_RF: Array, sizes_G: Array, so_far_GDF: Array, walk: Walk = GRADIENT
 ) -> Array:
-    """``gradient``, of widths that ``LANES`` divides and 128 rows at least, added to a sum in its memory."""
+    """Compute ``gradient`` for widths that ``LANES`` divides and at least 128 rows, and add it to a sum in place."""
     cost = _cost(x_RD, dy_RF.shape[1], dy_RF.size * dy_RF.dtype.itemsize + 2 * so_far_GDF.size * 4)
     given = x_RD, dy_RF, sizes_G, so_far_GDF
     return once(_gradient, cost, *given, in_place=_SO_FAR, tiles=tiles, walk=walk)
 
 
 def _rows(array: Array, least: int = LANES) -> Array:
-    """With zeros, so that there are so many rows at least, whose number 8 divides, and LANES their width."""
+    """Pad with zeros to at least ``least`` rows, to a number of rows that 8 divides and a width that LANES divides."""
     rows, width = array.shape
     return _padded(array, (max(least, -(-rows // 8) * 8) - rows, -width % LANES))
 
@@ -192,20 +197,23 @@ def _padded(array: Array, missing: tuple[int, ...]) -> Array:
 
 
 def _cost(x_RD: Array, width: int, moved: int) -> pl.CostEstimate:
-    """If the groups fill all rows, each as few as there can be; ``moved`` are bytes of all but x."""
+    """Return the cost if the groups fill all rows, as many groups as possible having rows.
+
+    ``moved`` is the number of bytes that are read and written, without those of x.
+    """
     moved += x_RD.size * x_RD.dtype.itemsize
     return pl.CostEstimate(flops=2 * x_RD.size * width, transcendentals=0, bytes_accessed=moved)
 
 
 class _OfRows(NamedTuple):
-    """A tile of a product: rows of one group, by as many columns as both halves have.
+    """A tile of a product: those rows of one block that belong to one group, by the columns of both halves.
 
     Attributes:
-      group: whose matrix it is.
-      before: rows before the block.
-      first: the first of the block's rows that is the group's.
-      rows: how many are.
-      columns: the number of the tile's columns' pair of ``LANES``.
+      group: the index of the group.
+      before: the number of rows before the block.
+      first: the first row of the block that belongs to the group.
+      rows: the number of rows of the block that belong to the group.
+      columns: the index of the tile's columns, in units of two times ``LANES``.
       steps: see ``Walked``.
     """
 
@@ -227,10 +235,10 @@ def _of_many(
     dtype: Any = None,
     walk: Walk | None = None,
 ) -> Array:
-    """The product of groups of many rows; a block of rows in which groups meet is walked once for each.
+    """Compute the product of groups of many rows; a block with rows of several groups is walked once for each group.
 
-    In eight bits ``scales`` are those of rows [K, R] and of matrices [G, F / LANES, K], of K blocks of D, and ``dtype``
-    is the result's.
+    With operands of eight bits, ``scales`` are those of the rows, [K, R], and of the matrices, [G, F / LANES, K], K
+    being the number of blocks of D, and ``dtype`` is that of the result.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -282,7 +290,9 @@ def _of_many(
             own = HALVES * tile.columns + half
             piece_ref = slots.result.at[half]
 
-            @pl.when(own < F // LANES)  # of an odd number the last tile has one
+            @pl.when(
+                own < F // LANES
+            )  # if LANES goes into F an odd number of times, the last tile has one half
             def _() -> None:
                 for column in range(0, LANES, _PIECE):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -306,9 +316,10 @@ def _of_many(
 
 
 def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array, *, num_read: int) -> Array:
-    """A Hopper's product of groups of few rows: the matrix of a group without any is not read, those of others once.
+    """Compute a Hopper's product of groups of few rows; the matrix of a group without rows is not read.
 
-    At most ``num_read`` groups have rows: every multiprocessor asks each place whether there is something to do.
+    A group's matrix is read once for each block of ``ROWS`` rows that holds rows of the group. At most ``num_read``
+    groups have rows: the kernel's grid has that many places, each of which takes time even without a group.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -359,15 +370,15 @@ def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array, *, num_read: int) -> Arra
 
 
 def _copy_rows(tile_ref: Any, y_ref: Any, before: Any, column: Any, first: Any, num_rows: Any) -> None:
-    """In a kernel: start copies of some rows of a tile, from ``first`` on, to their place in y.
+    """In a kernel: start copies of ``num_rows`` rows of a tile, from ``first`` on, to their place in y.
 
-    The tile's first row belongs behind ``before`` rows, its first number at ``column``.
+    The tile's first row belongs to row ``before`` of y, its first column to column ``column`` of y.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     rows, width = tile_ref.shape
     row = first
-    # What is copied has a size known beforehand: so the rows go in powers of two.
+    # The size of a copy must be known to the compiler, so the rows are copied in powers of two.
     for size in (1 << power for power in reversed(range(rows.bit_length()))):
         here = num_rows & size
 
@@ -380,18 +391,19 @@ def _copy_rows(tile_ref: Any, y_ref: Any, before: Any, column: Any, first: Any, 
 
 
 _SO_FAR = 4
-"""The place, among the operands of the gradient's kernel, of the sum that it adds to."""
+"""The index, among the operands of the gradient's kernel, of the sum that the kernel adds to."""
 
 
 class _OfMatrix(NamedTuple):
     """A tile of a group's gradient.
 
     Attributes:
-      group: whose it is.
-      d: the number of its rows' ``LANES``.
-      columns: the number of its columns' pair of ``LANES``.
-      start, end: the group's rows.
-      block: the first block of rows, and ``steps`` their number.
+      group: the index of the group.
+      d: the index of the tile's rows, in units of ``LANES``.
+      columns: the index of the tile's columns, in units of two times ``LANES``.
+      start, end: the first row of the group, and the row past its last.
+      block: the first block of ``ROWS`` rows that holds rows of the group.
+      steps: the number of such blocks.
     """
 
     group: Array
@@ -415,7 +427,7 @@ def _gradient(
     def kernel(
         starts_ref: Any, ends_ref: Any, x_ref: Any, dy_ref: Any, so_far_ref: Any, dw_ref: Any, slots: Slots
     ) -> None:
-        del so_far_ref  # in whose memory the result is: what is made is added to what is there
+        del so_far_ref  # the result has the same memory: the kernel adds to what is there
 
         def find(index: Array) -> _OfMatrix:
             num = jnp.int32(grid[0] * grid[1])

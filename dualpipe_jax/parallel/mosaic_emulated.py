@@ -1,4 +1,4 @@
-"""What the kernels of ``mosaic`` write, in plain JAX: so their padding and masks are tested where there is no GPU.
+"""The results of the kernels of ``mosaic`` in plain JAX, to test padding and masks where there is no GPU.
 
 Shape suffixes: those of ``mosaic``; B blocks of K rows.
 """
@@ -11,7 +11,7 @@ from dualpipe_jax.parallel.tiles import ROWS
 
 
 def product(x_RD: Array, w_GDF: Array, sizes_G: Array, transpose: bool) -> Array:
-    """What the product's kernel leaves: rows of no group are not written, here they are NaN."""
+    """Compute what the product's kernel writes; rows of no group, which it does not write, are NaN here."""
     matrices = w_GDF.swapaxes(1, 2) if transpose else w_GDF
     ends_G = jnp.cumsum(sizes_G)
     row_R = jnp.arange(x_RD.shape[0], dtype=jnp.int32)
@@ -24,8 +24,10 @@ def product(x_RD: Array, w_GDF: Array, sizes_G: Array, transpose: bool) -> Array
 
 
 def added(x_RD: Array, dy_RF: Array, sizes_G: Array, so_far_GDF: Array) -> Array:
-    """What the gradient's kernel adds to, block by block: whole blocks of rows, of which the first and the last are
-    masked. A block may reach past the rows, where it reads zeros."""
+    """Compute what the gradient's kernel writes, block by block, masking the first and the last block of each group.
+
+    Blocks are read whole. A block may reach past the rows, where it reads zeros.
+    """
     past = -len(x_RD) % ROWS
     x_BKD, dy_BKF = (jnp.pad(a, ((0, past), (0, 0))).reshape(-1, ROWS, a.shape[1]) for a in (x_RD, dy_RF))
     ends_G = jnp.cumsum(sizes_G)

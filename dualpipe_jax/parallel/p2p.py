@@ -1,4 +1,4 @@
-"""The neighbour exchange: what a stage hands to the next one."""
+"""The exchange between neighbours: it sends what a stage hands to the next one."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +10,9 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from dualpipe_jax.parallel.mesh import PP
 
 BESIDE_OTHERS = {"_xla_gpu_collective_stream": "p2p", "_xla_stream_annotation": "1"}
-"""Attributes by which XLA's GPU compiler lets a permute run beside other collectives: a resource of its own when it
-schedules, a stream of its own when it runs. The compilers for TPU and CPU do not read them."""
+"""Attributes by which XLA's GPU compiler lets a permute run at the same time as other collectives: its scheduler counts
+the permute as a resource of its own, and the permute runs in a stream of its own. The compilers for TPU and CPU do not
+read them."""
 
 
 def send(tree: Any, pairs: Sequence[tuple[int, int]], *, beside_others: bool = False) -> Any:
@@ -20,9 +21,12 @@ def send(tree: Any, pairs: Sequence[tuple[int, int]], *, beside_others: bool = F
     Ranks that are nobody's destination receive zeros. All ranks must call it together, outside any branch:
     on CPU a permute meets all devices at once and hangs when one of them is elsewhere.
 
-    beside_others: whether it may be in flight while other collectives run, which on GPU must be said. Unsaid, one
-      collective runs at a time there, and a loop counts as all that it holds: no permute passes a guard with an
-      all-to-all in it.
+    Args:
+      tree: arrays.
+      pairs: (source rank, destination rank), at most one pair per source and per destination.
+      beside_others: whether the permute may run at the same time as other collectives, which a GPU's compiler must be
+        told. If False, a GPU runs one collective at a time, and a loop counts as every collective in it: no permute
+        overlaps a guard (``engine.guard``) with an all-to-all in it.
     """
     with set_xla_metadata(**(BESIDE_OTHERS if beside_others else {})):
         return jax.tree.map(lambda leaf: lax.ppermute(leaf, PP, pairs), tree)

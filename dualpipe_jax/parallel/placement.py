@@ -1,17 +1,18 @@
-"""Experts in any slots of any devices, some of them more than once: redundant experts.
+"""Redundant experts: any expert may lie in any slot of any device, and on several devices.
 
-A router chooses among *logical* experts. Where these lie is a table *held* [N, S]: the expert in each slot of each
-device, every expert somewhere, none twice on a device. A token's choice becomes a *physical* expert, a slot; from
-there on dispatch sees N * S experts, device n has those from n * S on::
+A router chooses among *logical* experts. Their places are a table *held* [N, S]: the expert in each slot of each
+device. Every expert has a slot, and no device has an expert twice. A token's choice becomes a *physical* expert, a
+slot; from there on dispatch sees N * S experts, and device n has those from n * S on::
 
     copies = share_copies(held_NS, E)                          # once, on the host
     slot_TK = choose_copies(topk_TK, copies_EX)                # with this device's part of it
     handle = plan_dropless(slot_TK, N * S, axis_name)          # and dispatch, matmul, combine as ever
 
-Weights lie as ``held`` says, copies being equal. They stay equal if each gets the gradient of all: ``sum_copies``. When
-loads have changed, ``move_experts`` brings weights, and whatever belongs to them, from one table to another.
+Weights lie as ``held`` says, and copies are equal. They stay equal if each copy gets the sum of all copies' gradients:
+``sum_copies``. When loads have changed, ``move_experts`` brings weights, and whatever belongs to them, from one table
+to another.
 
-Tables are arrays that a program takes as arguments: another placement is nothing new to compile.
+Tables are arrays that a program takes as arguments: a new placement needs no new compilation.
 
 Shape suffixes: T tokens of this device, K experts per token, E experts, N devices on the axis, S slots of a device, X
 copies an expert can have at most, W experts that one device sends another at most.
@@ -30,12 +31,13 @@ from dualpipe_jax.parallel.expert_plan import Axis, by_expert, known_experts
 
 
 def share_copies(held: ArrayLike, num_experts: int, *, num_nodes: int = 1, near: bool = True) -> np.ndarray:
-    """Say for each device which copies of an expert its tokens take in turn.
+    """Return for each device which copies of an expert its tokens take in turn.
 
-    Every copy gets the same share of its expert's tokens if devices have equally many of them. ``near`` keeps them
-    close as far as that allows: a device that has a copy uses no other, the others those on their own node before any
-    elsewhere. Without it every device uses all copies alike: for dispatch with bounded room, which is counted by source
-    device, so that a copy relieves the device that has it, too.
+    Every copy gets the same share of its expert's tokens if all devices have equally many such tokens. Within this
+    limit ``near`` keeps tokens close: a device that has a copy uses only that copy, and other devices use copies on
+    their own node before copies on other nodes. Without ``near`` every device uses all copies alike. That is for
+    dispatch with a bounded capacity, which is counted per source device: then a copy relieves the device that holds it,
+    too.
 
     >>> from dualpipe_jax.parallel import share_copies
     >>> copies = share_copies([[0, 1], [0, 2]], num_experts=3)  # two devices of two slots; expert 0 is on both
@@ -45,15 +47,15 @@ def share_copies(held: ArrayLike, num_experts: int, *, num_nodes: int = 1, near:
     Args:
       held: int [..., N, S], the expert in each of the S slots of each of the N devices.
       num_experts: E.
-      num_nodes: machines, each of N / num_nodes devices in a row.
+      num_nodes: the number of nodes, each of N / num_nodes consecutive devices.
       near: see above.
 
     Returns:
-      int32 [..., N, E, X]: for each device and expert the slots to go to, over and over, numbered over all devices; -1
-      behind the last. X is the same for all tables of these N, S and E.
+      int32 [..., N, E, X]: for each device and expert the slots that its tokens take in turn, over and over, numbered
+      over all devices; -1 after the last. X is the same for all tables of these N, S and E.
 
     Raises:
-      ValueError: held is no such table, says where; or nodes do not divide devices.
+      ValueError: held is not such a table (the message says where), or num_nodes does not divide the devices.
 
     """
     tables = _checked(held, num_experts)
@@ -71,9 +73,10 @@ def share_copies(held: ArrayLike, num_experts: int, *, num_nodes: int = 1, near:
 
 
 def _turns(devices: np.ndarray, N: int, size: int, near: bool) -> np.ndarray:
-    """The copy on ``devices`` that each device uses, as many times as there are copies: int [N, copies].
+    """Return the copies that each device uses in turn, as many turns as there are copies: int [N, copies].
 
-    Each copy is used N times. ``size`` is that of a node.
+    A copy is given by its index in ``devices``, the devices that hold one. Each copy has N turns in all. ``size`` is
+    the number of devices of a node.
     """
     copies = len(devices)
     if not near:
@@ -82,7 +85,7 @@ def _turns(devices: np.ndarray, N: int, size: int, near: bool) -> np.ndarray:
     turns: list[list[int]] = [[] for _ in range(N)]
 
     def take(device: int, choice: np.ndarray) -> None:
-        # Of equally unused ones another for each device: few tokens shall not all go to the first.
+        # Each device prefers another one of equally unused copies: few tokens must not all go to the first copy.
         copy = min(choice, key=lambda copy: (-left[copy], (copy - device) % copies))
         turns[device].append(int(copy))
         left[copy] -= 1
@@ -91,7 +94,9 @@ def _turns(devices: np.ndarray, N: int, size: int, near: bool) -> np.ndarray:
         turns[device] = [copy] * copies
         left[copy] -= copies
     for within_node in (True, False):
-        for _ in range(copies):  # one turn of every device after another, so that none takes all that is near
+        for _ in range(
+            copies
+        ):  # every device takes one turn per round, so that none takes all copies near it
             for device in range(N):
                 there = devices // size == device // size if within_node else np.full(copies, True)
                 choice = np.flatnonzero(there & (left > 0))
@@ -102,7 +107,7 @@ def _turns(devices: np.ndarray, N: int, size: int, near: bool) -> np.ndarray:
 
 @jax.named_scope("choose_copies")
 def choose_copies(topk_TK: Array, copies_EX: Array) -> Array:
-    """Turn chosen experts into slots: this device's tokens take an expert's copies in turn, in their order.
+    """Turn chosen experts into slots: this device's tokens, in their order, take the copies of an expert in turn.
 
     >>> import jax.numpy as jnp
     >>> from dualpipe_jax.parallel import choose_copies, share_copies
@@ -115,8 +120,8 @@ def choose_copies(topk_TK: Array, copies_EX: Array) -> Array:
       copies_EX: int32, this device's part of what ``share_copies`` returned.
 
     Returns:
-      int32 [T, K], for ``plan_capacity`` or ``plan_dropless`` over N * S experts; distinct within a token, too; -1
-      for none.
+      int32 [T, K], the slot of each choice, for ``plan_capacity`` or ``plan_dropless`` over N * S experts; also
+      distinct within a token; -1 for none.
 
     """
     E, X = copies_EX.shape
@@ -134,8 +139,8 @@ def choose_copies(topk_TK: Array, copies_EX: Array) -> Array:
 def sum_copies(gradient_S: Array, held_NS: Array, num_experts: int, axis_name: Axis) -> Array:
     """Give every copy of an expert the sum of all copies' gradients, the same to the last bit.
 
-    A device sends as many experts as there are redundant ones, N * S - E, in one all-reduce; nothing where there are
-    none.
+    One all-reduce sums an array of as many experts as there are redundant ones, N * S - E. Without redundant experts
+    nothing is sent.
 
     On two devices of two slots, of which both hold expert 0:
 
@@ -156,12 +161,15 @@ def sum_copies(gradient_S: Array, held_NS: Array, num_experts: int, axis_name: A
       num_experts: E.
       axis_name: the mesh axis (or axes) that shards the experts.
 
+    Returns:
+      [S, ...] of the gradients' dtype.
+
     """
     N, S = held_NS.shape
     spare = N * S - num_experts
     if not spare:
         return gradient_S
-    # Experts with more than one copy, numbered: each has one redundant copy at least, so they are at most as many.
+    # Number the experts that have several copies. Each has at least one redundant copy, so ``spare`` numbers suffice.
     several_E = jnp.zeros(num_experts, jnp.int32).at[held_NS.reshape(-1)].add(1) > 1
     number_E = jnp.where(several_E, jnp.cumsum(several_E.astype(jnp.int32)) - 1, spare)
     number_S = number_E[held_NS[lax.axis_index(axis_name)]]
@@ -172,7 +180,7 @@ def sum_copies(gradient_S: Array, held_NS: Array, num_experts: int, axis_name: A
 
 
 def first_copies(held_NS: Array, num_experts: int) -> Array:
-    """Say of each slot whether it has the first copy of its expert: bool [N, S]. A norm counts these alone."""
+    """Return whether each slot has the first copy of its expert, bool [N, S]. A norm counts only these slots."""
     held_P = held_NS.reshape(-1)
     slot_P = jnp.arange(held_P.size, dtype=jnp.int32)
     first_E = jnp.full(num_experts, held_P.size, jnp.int32).at[held_P].min(slot_P)
@@ -183,10 +191,11 @@ class Moves(NamedTuple):
     """How experts get from one table to another, for ``move_experts``.
 
     Attributes:
-      send: int32 [..., N, N, W]: for each device, and each that it sends to, the slots sent; 0 where there are fewer.
-      take: int32 [..., N, S]: where each slot of the new table is filled from: n * W + w is the w-th that device n
-        sends, from N * W on they are the device's own old slots.
-      moved: experts that some device has to fetch from another.
+      send: int32 [..., N, N, W]: for each device and each device that it sends to, the slots that it sends; filled up
+        with 0.
+      take: int32 [..., N, S]: for each slot of the new table, the row that fills it. Row n * W + w is the w-th row that
+        device n sends; rows from N * W on are the device's own old slots.
+      moved: the number of new slots whose expert has to be fetched from another device.
     """
 
     send: np.ndarray
@@ -197,8 +206,8 @@ class Moves(NamedTuple):
 def plan_moves(before: ArrayLike, after: ArrayLike, num_experts: int) -> Moves:
     """Plan how devices get the experts of another table.
 
-    An expert that a device has already is not sent. Each other one is fetched from that holder of a copy which has been
-    asked least so far.
+    An expert that a device has already is not sent. Any other is fetched from the holder of a copy that has sent this
+    device the fewest experts so far; of equal ones, from the holder that has sent the fewest experts to all devices.
 
     >>> from dualpipe_jax.parallel import plan_moves
     >>> moves = plan_moves(before=[[0, 1], [2, 3]], after=[[0, 2], [1, 3]], num_experts=4)
@@ -207,14 +216,14 @@ def plan_moves(before: ArrayLike, after: ArrayLike, num_experts: int) -> Moves:
 
     Args:
       before: int [..., N, S], the expert in each slot of each device.
-      after: int [..., N, S'], of as many devices.
+      after: int [..., N, S'], for the same number of devices.
       num_experts: E.
 
     Returns:
-      Moves whose W is a power of two, or 0 if all have what they need: few sizes, so few programs.
+      Moves. W is a power of two, so that few programs are compiled, or 0 if all devices have what they need.
 
     Raises:
-      ValueError: an argument is no such table, or the two are of different numbers of devices or layers.
+      ValueError: an argument is not such a table, or the two have different numbers of devices or layers.
 
     """
     old, new = _checked(before, num_experts), _checked(after, num_experts)
@@ -231,7 +240,7 @@ def plan_moves(before: ArrayLike, after: ArrayLike, num_experts: int) -> Moves:
     send = np.zeros((len(olds), N, N, width), np.int32)
     take = np.zeros(news.shape, np.int32)
     for layer, (held, wanted) in enumerate(zip(olds, news, strict=True)):
-        at = (wanted[:, :, None] == held[:, None, :]).argmax(-1)  # only true of those that stay
+        at = (wanted[:, :, None] == held[:, None, :]).argmax(-1)  # right only for experts that stay
         take[layer] = N * width + at
         for source, slot, device, into, turn in fetches[layer]:
             send[layer, source, device, turn] = slot
@@ -244,7 +253,10 @@ def plan_moves(before: ArrayLike, after: ArrayLike, num_experts: int) -> Moves:
 
 
 def _fetches(held: np.ndarray, wanted: np.ndarray) -> Iterator[tuple[int, int, int, int, int]]:
-    """What each device lacks: (source, its slot, device, slot, how many that source has sent there before)."""
+    """Yield each expert that a device lacks, as (source, its slot, device, its slot, number of earlier sends).
+
+    The number of earlier sends counts the experts that the source sends to this device before this one.
+    """
     N = len(held)
     sent = np.zeros((N, N), int)
     for device, into in np.argwhere(~(wanted[:, :, None] == held[:, None, :]).any(-1)):
@@ -256,7 +268,7 @@ def _fetches(held: np.ndarray, wanted: np.ndarray) -> Iterator[tuple[int, int, i
 
 @jax.named_scope("move_experts")
 def move_experts(rows_S: Array, send_NW: Array, take_S: Array, axis_name: Axis) -> Array:
-    """Bring what belongs to experts from one table to another: one all_to_all, none if devices have all they need.
+    """Bring rows that belong to experts from one table to another: one all_to_all, none if no device lacks an expert.
 
     On two devices of two slots:
 
@@ -278,7 +290,7 @@ def move_experts(rows_S: Array, send_NW: Array, take_S: Array, axis_name: Axis) 
       axis_name: the mesh axis (or axes) that shards the experts.
 
     Returns:
-      [S', ...].
+      [S', ...], one row for each expert in this device's slots of the new table.
 
     """
     if send_NW.shape[1]:

@@ -1,9 +1,9 @@
-"""Tiles of products on a GPU: what the kernels of ``mosaic`` say of theirs, and what all GPUs that make them share.
+"""Tiles of products on a GPU: how the kernels of ``mosaic`` describe their tiles, and the code that all GPUs share.
 
-A tile has ``LANES`` rows and twice as many columns. One warpgroup loads the blocks that are multiplied for it, and runs
-ahead as far as there are slots, into the next tile while a result is written, so no tile waits for its first blocks.
-The two halves share the blocks of the left side: so a tile loads a quarter less than two narrow ones do. How blocks are
-multiplied differs by GPU: see ``hopper_tiles`` and ``blackwell_tiles``.
+A tile has ``LANES`` rows and twice as many columns. One warpgroup loads the blocks that are multiplied for the tile. It
+runs ahead as far as there are slots, into the next tile while a result is written, so no tile waits for its first
+blocks. The two halves share the blocks of the left side, so a tile loads a quarter less than two tiles of half its
+width. How blocks are multiplied differs by GPU: see ``hopper_tiles`` and ``blackwell_tiles``.
 """
 
 import functools
@@ -17,23 +17,23 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 LANES = 128
-"""Half of a tile has so many rows and columns."""
+"""The number of rows, and of columns, of half a tile."""
 ROWS = 64
-"""Rows that a gradient's kernel multiplies at once."""
+"""The number of rows that a gradient's kernel multiplies at once."""
 BYTES = 128
-"""Of a row, what a product's kernel multiplies at once."""
+"""The number of bytes of a row that a product's kernel multiplies at once."""
 HALVES = 2
-"""Halves of a tile's columns."""
+"""The number of parts into which a tile's columns are divided."""
 
 
 class Blocks(NamedTuple):
-    """What a kernel multiplies at once, and hands on to memory at once.
+    """The blocks that a kernel multiplies at once, and the pieces of a result that it writes at once.
 
     Attributes:
-      number: how many are on their way from memory at once.
-      dtype: of both sides.
+      number: the number of blocks of each side that are loaded at once.
+      dtype: the dtype of both sides.
       left: the shape of a block of the left side.
-      right: the shape of a block of the right side, of one half.
+      right: the shape of a block of the right side, for one half.
       result: the shape and dtype of a piece of a result.
     """
 
@@ -45,15 +45,15 @@ class Blocks(NamedTuple):
 
 
 class Slots(NamedTuple):
-    """A kernel's shared memory and barriers; where it is declared, their types.
+    """A kernel's shared memory and barriers; where the kernel is declared, their types.
 
     Attributes:
       left: blocks of the left side, [slots, ...].
-      right: blocks of the right side, [slots, HALVES, ...] or those of both halves in one, [slots, ...].
-      result: a piece of each half's result, on its way to memory, [HALVES, ...].
-      arrived: a barrier for each slot, at which its copies arrive.
-      taken: a barrier for each slot, passed when what is in it is multiplied.
-      more: what the GPU's ``walk`` has besides.
+      right: blocks of the right side, [slots, HALVES, ...], or [slots, ...] with both halves in one block.
+      result: a piece of each half's result, which is being written to memory, [HALVES, ...].
+      arrived: a barrier for each slot, passed when its copies have arrived.
+      taken: a barrier for each slot, passed when its blocks have been multiplied.
+      more: further memory and barriers that the GPU's ``walk`` needs.
     """
 
     left: Any
@@ -65,7 +65,10 @@ class Slots(NamedTuple):
 
     @classmethod
     def of(cls, blocks: Blocks, right: tuple[int, ...], taken: Any, more: tuple[Any, ...]) -> "Slots":
-        """The types for a kernel's blocks, by the shape of what a slot has of the right side, and the GPU's own."""
+        """Return the types for a kernel's blocks.
+
+        ``right`` is the shape of a slot's blocks of the right side; ``taken`` and ``more`` are the GPU's own types.
+        """
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         num_copies = 1 if len(right) == 2 else HALVES
@@ -79,27 +82,29 @@ class Slots(NamedTuple):
         )
 
     def right_blocks(self, slot: Array) -> list[tuple[int, int, Any]]:
-        """The blocks of the right side: the first of the tile's columns, their number, and where they lie."""
+        """List the blocks of the right side in a slot: each one's first column in the tile, its columns, its memory."""
         if len(self.right.shape) == 3:
             return [(0, HALVES * LANES, self.right.at[slot])]
         return [(half * LANES, LANES, self.right.at[slot, half]) for half in range(HALVES)]
 
 
 class Walked(NamedTuple):
-    """What a kernel says of its tiles.
+    """A kernel's description of its tiles.
 
     Attributes:
-      number: how many tiles there are, for all multiprocessors together.
-      find: gives a tile by its number; its ``steps``, int32, are how many blocks are multiplied for it, 0 if it is
-        passed over.
+      number: the number of tiles, for all multiprocessors together.
+      find: returns a tile by its index. The tile's ``steps``, int32, is the number of blocks that are multiplied for
+        it, 0 if the tile is skipped.
       load: starts the copies of a tile's step into a slot.
-      operands: the left side that lies in a slot, [LANES, numbers], and a block of the right side as it is multiplied,
-        [numbers, columns].
-      write: starts the copies of a tile's half to where its result belongs. It is given a function that puts columns of
-        that half, from one column on, into a block of shared memory, [LANES, columns], in its dtype.
-      inside: of a kernel that sums over rows: the first of a step's rows that is the tile's, and the one past its last.
-      scales: of a kernel of numbers in eight bits: what a step's products of a tile's half are multiplied by, float32
-        [ROWS] for each ``ROWS`` of its rows.
+      operands: takes a slot and the slot's block of the right side; returns the operands as they are multiplied, the
+        left side [LANES, numbers] and the right side [numbers, columns].
+      write: starts the copies of a tile's half to the place of its result. Its last argument is a function that writes
+        columns of that half, from a given column on, into a block of shared memory, [LANES, columns], in the block's
+        dtype.
+      inside: for a kernel that sums over rows: returns the first of a step's rows that belongs to the tile, and the row
+        past the last; None for other kernels.
+      scales: for a kernel of numbers in eight bits: returns the factors of a step's products for a tile's half, one
+        float32 [ROWS] for each ``ROWS`` of its rows; None for other kernels.
     """
 
     number: int
@@ -112,27 +117,29 @@ class Walked(NamedTuple):
 
 
 class Tiles(Protocol):
-    """How a GPU makes tiles: ``hopper_tiles`` and ``blackwell_tiles``."""
+    """How a GPU computes tiles: the modules ``hopper_tiles`` and ``blackwell_tiles``."""
 
     @property
     def SMS(self) -> int:
-        """Multiprocessors, each of which walks its share of the tiles."""
+        """The number of multiprocessors; each computes its share of the tiles."""
 
     def warpgroups(self, masks: bool) -> int:
-        """Warpgroups of a multiprocessor that ``walk`` shares the work out to; ``masks``: there is an ``inside``."""
+        """Return the number of warpgroups per multiprocessor that ``walk`` needs; ``masks``: ``inside`` is given."""
 
     def slots(self, blocks: Blocks, masks: bool = False) -> Slots:
-        """The types of what ``walk`` needs, see ``Slots.of``."""
+        """Return the types of the memory and barriers that ``walk`` needs, see ``Slots.of``."""
 
     def walk(self, slots: Slots, walked: Walked) -> None:
-        """In a kernel that ``run`` runs with slots: make all tiles, each on one multiprocessor."""
+        """In a kernel that ``run`` runs with slots: compute all tiles, each on one multiprocessor."""
 
 
 def on_tiles(walked: Walked, one: Callable[[Any, Array, Array], None]) -> Array:
-    """Call a function on each tile of this multiprocessor, with the steps and the tiles that came before it.
+    """Call a function on each tile of this multiprocessor, with the numbers of steps and of tiles before it.
+
+    Tiles without steps do not count as tiles.
 
     Returns:
-      how many steps all had; a tile without steps is not counted.
+      The number of steps of all tiles, int32.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -149,12 +156,12 @@ def on_tiles(walked: Walked, one: Callable[[Any, Array, Array], None]) -> Array:
 
 
 def slot_of(slots: Slots, step: Array) -> Array:
-    """The slot of a step, which is counted over all tiles."""
+    """Return the slot of a step; steps are counted over all tiles of a multiprocessor."""
     return lax.rem(step, jnp.int32(slots.left.shape[0]))
 
 
 def load_tiles(slots: Slots, walked: Walked) -> None:
-    """The part of the warpgroup that loads."""
+    """Load the blocks of all tiles: the work of the warpgroup that loads."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     number = slots.left.shape[0]
@@ -168,19 +175,19 @@ def load_tiles(slots: Slots, walked: Walked) -> None:
         lax.fori_loop(0, tile.steps, one_step, None)
 
     done = on_tiles(walked, load_tile)
-    for slot in range(number):  # no kernel ends before what it has loaded is taken
+    for slot in range(number):  # a kernel must not end before all that it has loaded is multiplied
         pl.when(slot < done)(functools.partial(plgpu.barrier_wait, slots.taken.at[slot]))
 
 
 def is_edge(first: Array, past: Array) -> Array:
-    """Whether some of a block's rows are not between these."""
+    """Return whether a block of ``ROWS`` rows has rows before ``first`` or from ``past`` on."""
     return (first > 0) | (past < ROWS)
 
 
 def zero_outside(ref: Any, first: Array, past: Array) -> None:
-    """In a block of ``ROWS`` rows in shared memory, put zeros where rows are not between these.
+    """Put zeros into the rows before ``first`` and from ``past`` on of a block of ``ROWS`` rows in shared memory.
 
-    Both sides of a product need it: what lies past the groups may be anything, and 0 * nan is nan.
+    Both sides of a product need it: rows past the groups may hold anything, and 0 * nan is nan.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -196,15 +203,16 @@ def run(
     scratch: Sequence[Any] = (),
     warpgroups: int = 1,
 ) -> Any:
-    """Run a kernel on all multiprocessors, over whose axis "sm" it shares out its tiles.
+    """Run a kernel on all multiprocessors; it divides its tiles among them over the axis "sm".
 
     Args:
-      kernel: of references to the arrays, to what it makes, and to its scratch; its warpgroups are axis "warpgroup".
-      made: the type of its result.
-      arrays: its operands.
+      kernel: a function of references to the arrays, to the result, and to the scratch; its warpgroups are the axis
+        "warpgroup".
+      made: the shape and dtype of the result.
+      arrays: the operands.
       sms: the number of multiprocessors.
-      scratch: what it has of shared memory and barriers, types or ``Slots``.
-      warpgroups: of a multiprocessor.
+      scratch: the types of the kernel's shared memory and barriers, also as ``Slots``.
+      warpgroups: the number of warpgroups of a multiprocessor.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -225,7 +233,7 @@ def run(
 
 
 def transposed(ref: Any) -> Any:
-    """A view of a block in shared memory, by the method that jax 0.11 has in place of a function."""
+    """Return a transposed view of a block in shared memory; jax 0.11 has a method in place of a function."""
     if hasattr(ref, "transpose"):
         return ref.transpose((1, 0))
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -234,7 +242,7 @@ def transposed(ref: Any) -> Any:
 
 
 def loaded(ref: Any) -> Array:
-    """What lies in a piece of global memory, in registers; jax 0.10 asks for an index, which newer ones do not take."""
+    """Load a piece of global memory into registers; jax 0.10 needs an index, which newer versions do not take."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     place = inspect.signature(plgpu.load).parameters.get("idx")

@@ -1,8 +1,9 @@
 """Grouped matmul on any GPU: Pallas kernels in Triton that multiply each row once, whatever the groups' sizes.
 
-They serve A100s, and float32 on all GPUs; a Hopper's and a Blackwell's own kernels, for 16 bits, are in ``mosaic``. A
-tile of rows that holds several groups is walked once for each, and each writes its own rows. From jax 0.11 on JAX calls
-Pallas' Triton deprecated and points to Mosaic, which no A100 runs. Where JAX has it no more, ``is_there`` says so.
+They serve A100s, and float32 on all GPUs; the kernels for 16 bits on a Hopper or Blackwell are in ``mosaic``. A tile
+with rows of several groups is walked once for each group, and each walk writes the rows of its group. From jax 0.11 on
+JAX calls Pallas' Triton deprecated and points to Mosaic, which does not run on an A100. ``is_there`` says whether JAX
+still has Triton.
 
 Shape suffixes: R rows, G groups, D in, F out; T walks of a tile of rows.
 """
@@ -28,15 +29,16 @@ except ImportError:  # deprecated, and gone one day
 
 
 class Tiles(NamedTuple):
-    """Sizes of what a kernel multiplies at once, powers of two from 16 on.
+    """Settings of a kernel. The sizes of the tiles that it multiplies at once are powers of two, at least 16.
 
     Attributes:
-      rows: of the rows.
-      inner: of the dim that is summed over; for gradients of the rows.
-      outer: of the result's width.
-      swizzle: walks whose tiles of the result are made after each other, so that what they share is still in the cache.
-      warps: of 32 threads each, that make one tile.
-      stages: tiles on their way from memory at once.
+      rows: the height of a tile of the result: rows, or for gradients numbers along D.
+      inner: the size of a tile along the dim that is summed over; for gradients that dim is the rows.
+      outer: the width of a tile of the result.
+      swizzle: the number of tiles, one above the other in the result, that are computed after each other, so that the
+        operands that they share are still in the cache.
+      warps: the number of warps, of 32 threads each, that compute one tile.
+      stages: the number of tiles that are loaded from memory at once.
     """
 
     rows: int = 128
@@ -48,11 +50,20 @@ class Tiles(NamedTuple):
 
 
 NARROW, WIDE = Tiles(inner=64), Tiles(rows=64, outer=64, warps=4)
-"""For types of 16 bits and for float32, as such kernels are often set. Others were not tried: on an H200 the first does
-480 to 507 TFLOP/s where Hopper's own kernels do 579 to 624."""
+"""Settings for types of 16 bits and for float32, as usual for such kernels. Others were not tried: on an H200 the first
+reaches 480 to 507 TFLOP/s, the Hopper kernels of ``mosaic`` 579 to 624."""
 
 
 class _How(NamedTuple):
+    """The settings of one call.
+
+    Attributes:
+      transpose: multiply by transposed matrices.
+      tiles: the sizes of tiles.
+      exact: multiply float32 in all its bits, not as TensorFloat32.
+      interpret: run in Pallas' interpreter.
+    """
+
     transpose: bool
     tiles: Tiles
     exact: bool
@@ -60,7 +71,7 @@ class _How(NamedTuple):
 
 
 def is_there() -> bool:
-    """Whether this version of JAX has Triton."""
+    """Return whether this version of JAX has Pallas' Triton."""
     return plgpu is not None
 
 
@@ -69,14 +80,14 @@ def product(
 ) -> Array:
     """Multiply each group's rows by its matrix, with sums in float32.
 
-    Float32 goes to products as XLA's own does on a GPU: as TensorFloat32, 10 bits of it, unless
+    Float32 is multiplied as XLA does it on a GPU: as TensorFloat32, with 10 bits of mantissa, unless
     ``jax.default_matmul_precision`` says otherwise.
 
     Args:
-      x_RD: with ``transpose`` [R, F].
-      w_GDF: of the same dtype.
-      sizes_G: int32.
-      transpose: multiply by the transposed matrices, which are read as they lie.
+      x_RD: the rows; with ``transpose`` [R, F].
+      w_GDF: the matrices, of the same dtype.
+      sizes_G: int32, the number of rows of each group.
+      transpose: multiply by the transposed matrices, which are read in the order in which they lie.
       interpret: run in Pallas' interpreter, for tests on a CPU.
 
     Returns:
@@ -84,23 +95,23 @@ def product(
     """
     rows, width = x_RD.shape[0], w_GDF.shape[1 if transpose else 2]
     tiles = _tiles(x_RD.dtype)
-    # Few rows a group, as in a step of decode, need no high tile.
+    # Few rows per group, as in a decode step, need no high tile.
     tiles = tiles._replace(rows=min(tiles.rows, max(16, pl.next_power_of_2(-(-rows // len(sizes_G))))))
     run = _bound(_product, _How(transpose, tiles, _exact(), interpret))
     moved = (x_RD.size + w_GDF.size + rows * width) * x_RD.dtype.itemsize
     y_RF = once(run, _cost(x_RD, width, moved), x_RD, w_GDF, sizes_G)
-    # Rows of no group are not written: what is there may be anything.
+    # The kernel does not write rows of no group: they may hold anything.
     filled_R = jnp.arange(rows, dtype=jnp.int32) < jnp.sum(sizes_G)
     return jnp.where(filled_R[:, None], y_RF, 0)
 
 
 def gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, *, interpret: bool = False) -> Array:
-    """Sum each group's rows' outer products, and add them to ``gradient_sum``.
+    """Sum the outer products of each group's rows, and add them to ``gradient_sum``.
 
     Args:
-      x_RD: what lies past the last group is not read.
-      dy_RF: of the same dtype.
-      sizes_G: int32.
+      x_RD: the rows; rows past the last group are not read.
+      dy_RF: the gradients of the product's rows, of the same dtype.
+      sizes_G: int32, the number of rows of each group.
       interpret: run in Pallas' interpreter, for tests on a CPU.
 
     Returns:
@@ -113,10 +124,11 @@ def gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, *, interpret: bool = Fal
 
 
 _bound = functools.cache(functools.partial)
-"""Equal functions for equal settings, as ``kernel_cost.once`` wants them."""
+"""``functools.partial``, but the same function for equal arguments, as ``kernel_cost.once`` needs it."""
 
 
 def _exact() -> bool:
+    """Return whether ``jax.default_matmul_precision`` asks for all bits of float32."""
     asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     return asked in ("highest", "float32", "F32_F32_F32")
 
@@ -126,7 +138,7 @@ def _tiles(dtype: Any) -> Tiles:
 
 
 def _cost(x_RD: Array, width: int, moved: int) -> pl.CostEstimate:
-    """If the groups fill all rows."""
+    """Return the cost if the groups fill all rows; ``moved`` is the number of bytes that are read and written."""
     return pl.CostEstimate(flops=2 * x_RD.size * width, transcendentals=0, bytes_accessed=moved)
 
 
@@ -183,7 +195,7 @@ def _gradient(how: _How, x_RD: Array, dy_RF: Array, sizes_G: Array, so_far_GDF: 
 
         def one(step: Array, total: Array) -> Array:
             row = start + step * tiles.inner + _places(tiles.inner)
-            # Both are masked: what lies past the groups may be anything, and 0 * nan is nan.
+            # Both are masked: rows past the groups may hold anything, and 0 * nan is nan.
             x = _load(x_ref, row, d, row < end, d < D)
             dy = _load(dy_ref, row, f, row < end, f < F)
             return total + _dot(how, x, dy, trans_a=True)
@@ -202,7 +214,7 @@ def _gradient(how: _How, x_RD: Array, dy_RF: Array, sizes_G: Array, so_far_GDF: 
 
 
 def _swizzled(number: Array, high: int, wide: int, most: int) -> tuple[Array, Array]:
-    """Row and column of a tile, of which so many rows are gone through column by column."""
+    """Return the row and column of a tile by its number: strips of at most ``most`` rows are walked by columns."""
     strip = lax.div(number, jnp.int32(most * wide))
     inside = lax.rem(number, jnp.int32(most * wide))
     num_rows = jnp.minimum(high - strip * most, most)
@@ -214,7 +226,7 @@ def _places(size: int) -> Array:
 
 
 def _load(ref: Any, row: Array, column: Array, is_row: Array, is_column: Array, *place: Array) -> Array:
-    """Zeros where there is nothing."""
+    """Load a tile, with zeros where the masks are false."""
     where = ref.at[*place, row[:, None], column[None]]
     return plgpu.load(where, mask=is_row[:, None] & is_column[None], other=0.0)
 

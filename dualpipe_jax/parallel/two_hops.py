@@ -10,9 +10,9 @@
 
 This is the way of DeepSeek's DeepEP library. The expert axis is two mesh axes, (nodes, devices of a node), and every
 collective is an ``all_to_all`` over one of them: first over nodes between devices of the same number, then inside each
-node. The second hop is any plan of ``expert``, with the rows that have arrived for tokens; so ``dispatch``,
-``expert_matmul`` and ``combine`` take the handle as they take any other. What the second hop has to know, which
-experts a row is for, travels in the plan; its weights do in ``combine``.
+node. The second hop is any plan of ``expert_plan``; its tokens are the rows that have arrived by the first hop. So
+``dispatch``, ``expert_matmul`` and ``combine`` take the handle as they take any other. The second hop needs the experts
+of each row: the plan sends them. Their weights are sent by ``combine``.
 
 Shape suffixes: as in ``expert``; M nodes, H hop capacity, R = M * H rows that arrive at a device.
 """
@@ -37,10 +37,11 @@ def plan_two_hops(
 ) -> Handle:
     """Plan a dispatch to nodes and from there to experts.
 
-    A device may send each node ``node_capacity`` tokens, of which those of later tokens are dropped first; with T
-    nothing can be, for a token goes to a node once. Assignments that a dropped copy was for count in
-    ``handle.dropped``, together with those of arrived rows that the second plan drops: over all devices that is how
-    many assignments found no expert; on one device it is how many it had no slot for, whosever they are.
+    A device may send each node at most ``node_capacity`` tokens; beyond that, later tokens are dropped first. With
+    capacity T nothing can be dropped, for a token goes to a node once. ``handle.dropped`` counts the assignments of
+    each token copy that is dropped, and those of arrived rows that the second plan drops. Summed over all devices it is
+    the number of assignments that found no expert; on one device it is the number that this device had no slot for,
+    whichever device's tokens they belong to.
 
     On two nodes of two devices, each with one of four experts and two tokens:
 
@@ -60,13 +61,13 @@ def plan_two_hops(
       topk_TK: int32, each token's chosen experts, distinct within a token; E, or any number outside 0..E-1, for none.
       num_experts: E; node m holds experts m * E / M to (m + 1) * E / M - 1, and its devices equal parts of them.
       axis_names: the mesh axes (nodes, devices of a node).
-      plan: ``plan(topk_RK, experts_of_a_node)``, the second hop over the second axis: ``plan_capacity`` or
-        ``plan_dropless``. Rows of topk_RK stand for what arrived; where a row is empty, or an expert another node's,
-        its entry is ``experts_of_a_node``.
+      plan: ``plan(topk_RK, experts_of_a_node)``, which plans the second hop over the second axis by ``plan_capacity``
+        or ``plan_dropless``. Each row of topk_RK has the choices of one arrived row; an entry is
+        ``experts_of_a_node`` where the row is empty or the expert belongs to another node.
       node_capacity: H; None for T.
 
     Returns:
-      A handle with which ``dispatch`` returns what it does with the second plan's.
+      A handle with which ``dispatch`` returns rows in the layout that the second plan gives.
 
     Raises:
       ValueError: there are not two axes, experts do not divide over nodes, or node_capacity is below 1.
@@ -90,14 +91,14 @@ def plan_two_hops(
     wanted_TM = jnp.sum(topk_TK[..., None] // here == nodes_M, axis=1, dtype=jnp.int32)
     outer = plan_capacity(jnp.where(wanted_TM > 0, nodes_M, num_nodes), num_nodes, node_capacity, across)
 
-    # Empty rows arrive as zeros: on the way experts count from one.
+    # Empty rows arrive as zeros, so experts are sent as numbers from one on.
     number_RK = arriving(dispatch(topk_TK + 1, outer)) - 1
     local_RK = number_RK - here * lax.axis_index(across)
     inner = plan(jnp.where((local_RK >= 0) & (local_RK < here), local_RK, here), here)
 
     kept_TM = outer.slot_TK < outer.assignment_S.shape[0]
     lost = jnp.sum(jnp.where(kept_TM, 0, wanted_TM), dtype=jnp.int32)
-    # The outer plan marked how many copies it dropped; what counts is the assignments that they were for.
+    # The outer plan marked the number of copies that it dropped; add to it, up to the number of their assignments.
     checkpoint_name(lost - outer.dropped, DROPPED)
     outer = dataclasses.replace(outer, payload=inner.payload)
     return dataclasses.replace(inner, dropped=inner.dropped + lost, outer=outer)

@@ -1,7 +1,7 @@
-"""What rows look like between devices: as they are, or in eight bits.
+"""The form in which rows travel between devices: unchanged, or in eight bits.
 
-Whatever moves rows about without looking into them (gathers, all_to_alls, one hop or two) can move bytes in their
-place: ``carry`` encodes rows before they are copied for their experts, and decodes them where they are used.
+A function that only moves rows (by gathers and all_to_alls, in one hop or two) can move encoded bytes just as well:
+``carry`` encodes rows before they are copied for their experts, and decodes them where they are used.
 """
 
 import functools
@@ -16,19 +16,19 @@ from dualpipe_jax.parallel.float8 import decode, encode
 from dualpipe_jax.varying import vary_alike
 
 Payload = Literal["plain", "float8"]
-"""Rows as they are; or e4m3, and for each 128 numbers a byte of scale; see ``float8.encode``."""
+"""How rows travel: "plain" is unchanged; "float8" is e4m3, with a byte of scale per 128 numbers (``float8.encode``)."""
 
 Move = Callable[[Array, Any], Array]
-"""A function of rows [..., D] of any dtype, and a plan, to rows [..., D]; those that nothing goes to are zeros."""
+"""A function of rows [..., D] of any dtype and a plan that returns rows [..., D], zeros where no row goes."""
 
 
 class Way(NamedTuple):
-    """A way that rows take, and their gradients come back by.
+    """How rows move in the forward, and how their gradients move back.
 
     Attributes:
-      out: linear, and moves bytes as well as numbers where ``payload`` is not plain.
-      back: its transpose, likewise for ``payload_back``.
-      payload, payload_back: what is moved.
+      out: a linear function that moves rows, and also moves bytes if ``payload`` is not plain.
+      back: the transpose of ``out``, which also moves bytes if ``payload_back`` is not plain.
+      payload, payload_back: the form in which ``out`` and ``back`` move rows.
     """
 
     out: Move
@@ -48,9 +48,9 @@ def carry(way: Way, rows: Array, plan: Any) -> Array:
     """Move rows [S, D] along ``way.out``, and in the backward their gradients along ``way.back``.
 
     Args:
-      way: the functions are compared by identity: take them from a module, make none for the call.
+      way: the two functions. They are compared by identity: define them in a module, make no new ones for each call.
       rows: floating.
-      plan: a tree of integer arrays that both functions are given.
+      plan: a tree of integer arrays, given to both functions.
 
     Returns:
       Rows of the dtype given.
