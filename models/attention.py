@@ -23,23 +23,23 @@ from dualpipe_jax.varying import vary_alike
 from models.config import Config
 
 _EXACT = jax.lax.Precision.HIGHEST
-"""Of a product with ones and zeros, which changes no number."""
+"""The precision of a product with a matrix of zeros, ones and minus ones, so that numbers are not rounded."""
 
 LATENT_EPS = 1e-6
-"""The eps of the norms of compressed queries, keys and values, whatever the model's own: so in the published code."""
+"""The eps of the norms of compressed queries, keys and values. The published code fixes it, whatever ``norm_eps``."""
 
 
 @dataclass(frozen=True)
 class Attend:
-    """A program for causal attention, and what it likes.
+    """A program for causal attention, and the padding of heads on its platform.
 
     ``(q [B, H, S, X], k [B, H, S, X], v [B, H, S, V], scale, segment_ids) -> [B, H, S, V]``. With ``segment_ids``,
-    int [B, S], a token hears those of its own segment alone. What comes out is named "attended", where that
-    spares the backward something.
+    int [B, S], a token attends only to tokens of its own segment. The result has the ``checkpoint_name`` "attended"
+    where keeping it spares the backward work.
 
     Attributes:
       function: as above.
-      lanes: heads are padded to multiples of so many numbers.
+      lanes: the platform pads heads to a multiple of this many numbers.
     """
 
     function: Callable[..., Array]
@@ -84,8 +84,8 @@ def linear(config: Config, dim_in: int, dim_out: int, rngs: nnx.Rngs, use_bias: 
 class ToHeads(nnx.LinearGeneral):
     """A linear layer to all heads, [..., dim_in] to [..., H, head]: kernel float32 [dim_in, H, head], no bias.
 
-    Gradients come by heads. In a kernel of two dims a TPU turns their sum over, there and back, at every backward;
-    but heads that do not fill its lanes (queries of 192) are better off with two.
+    The gradients come in head by head. If the kernel had two dims, a TPU would transpose their sum, there and back, in
+    every backward. But for heads that do not fill a TPU's lanes (queries of 192) two dims are faster.
     """
 
     def __init__(self, config: Config, dim_in: int, head: int, rngs: nnx.Rngs):
@@ -103,7 +103,7 @@ def rope_frequencies(config: Config) -> np.ndarray:
     """Return the rotation of each pair in radians per position, float64 [qk_rope_dim / 2].
 
     With ``yarn_factor`` above 1, frequencies that turn less than ``yarn_beta_slow`` times in the original
-    length are divided by it, those above ``yarn_beta_fast`` turns are kept, with a ramp between
+    length are divided by the factor, those above ``yarn_beta_fast`` turns are kept, with a ramp between
     (Peng et al. 2023, "YaRN").
     """
     dim, theta = config.qk_rope_dim, config.rope_theta
@@ -132,14 +132,15 @@ def rope(
       freqs: radians per position of each pair, float64 [R / 2].
       positions: int [B, S], 0 to 2**20; None counts from 0 along S.
       factor: scales the result.
-      lanes: numbers of a vector register, which holds the last dim; see ``Attend``. The result does not depend on it.
+      lanes: the width in numbers of a vector register, along which the last dim lies; see ``Attend``. The result does
+        not depend on it.
     """
     R = x_BSHR.shape[-1]
     cos, sin = _cos_sin(np.repeat(freqs, 2), x_BSHR.shape[1], positions)
     wide = x_BSHR.astype(jnp.float32)
     if lanes > 1:
-        # Neighbours change places in a matmul, exact at this precision: a TPU takes many times longer over slices of
-        # what its lanes hold, or over pairs as a dim of their own.
+        # A matmul, exact at this precision, swaps neighbours: a TPU takes many times longer for slices within its
+        # lanes, or for pairs as a dim of their own.
         turned = jnp.matmul(wide, _turn(R), precision=_EXACT)
     else:
         pairs = wide.reshape(*wide.shape[:-1], R // 2, 2)
@@ -148,7 +149,7 @@ def rope(
 
 
 def _turn(dim: int) -> np.ndarray:
-    """The matrix by which each pair (a, b) becomes (-b, a), float32 [dim, dim]."""
+    """Return the matrix that turns each pair (a, b) into (-b, a), float32 [dim, dim]."""
     even = np.arange(0, dim, 2)
     turn_RR = np.zeros((dim, dim), np.float32)
     turn_RR[even + 1, even], turn_RR[even, even + 1] = -1, 1
@@ -156,7 +157,7 @@ def _turn(dim: int) -> np.ndarray:
 
 
 def _cos_sin(freqs_R: np.ndarray, length: int, positions_BS: Array | None) -> tuple[Array, Array]:
-    """Cosine and sine of each position's angles, float32 [(B,) S, 1, R]."""
+    """Return cosine and sine of each position's angles, float32 [(B,) S, 1, R]."""
     if positions_BS is None:
         angles = np.arange(length)[:, None, None] * freqs_R
         return jnp.asarray(np.cos(angles), jnp.float32), jnp.asarray(np.sin(angles), jnp.float32)
@@ -192,9 +193,10 @@ def softmax_scale(config: Config) -> float:
 class Attention(nnx.Module):
     """Causal multi-head latent attention (DeepSeek-V2, section 2.1), in its naive form for training.
 
-    Queries pass through a low-rank bottleneck (none if ``q_lora_rank`` is 0), keys and values share another;
-    position enters only through ``qk_rope_dim`` numbers per head, whose key all heads share. Parameter names
-    follow the published checkpoints; kernels are [in, out], the transpose of theirs, or [in, H, out] for ``kv_b_proj``.
+    Queries pass through a low-rank bottleneck (none if ``q_lora_rank`` is 0), keys and values share another.
+    Position enters only through ``qk_rope_dim`` numbers per head; all heads share this part of the key. Parameter
+    names follow the published checkpoints; kernels are [in, out], the transpose of the published ones, or
+    [in, H, out] for ``kv_b_proj``.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs, attend: Attend | None = None):
@@ -218,16 +220,16 @@ class Attention(nnx.Module):
     def __call__(
         self, x_BSD: Array, positions_BS: Array | None = None, segment_ids_BS: Array | None = None
     ) -> Array:
-        """Attend from each place in the sequence to itself and those before it.
+        """Attend from each position in the sequence to itself and the positions before it.
 
         Args:
           x_BSD: activations.
-          positions_BS: int, where in its document each token stands, 0 to 2**20; None counts along S.
-          segment_ids_BS: int, which document each token belongs to: it hears no other. Padding is a document
-            of its own. None is one document.
+          positions_BS: int, the position of each token in its document, 0 to 2**20; None counts along S.
+          segment_ids_BS: int, the document of each token, which attends to no other document. Padding is a document
+            of its own. None means a single document.
 
         Returns:
-          x's like.
+          An array [B, S, D] of x's dtype.
         """
         heads = self._spread if self._spread_is_free() else self._narrow
         scale = softmax_scale(self.config)
@@ -237,18 +239,18 @@ class Attention(nnx.Module):
         return self.output(out_BHSV)
 
     def output(self, out_BHSV: Array) -> Array:
-        """Project what heads attended to, to x's like."""
+        """Project the results of all heads, [B, H, S, V], to [B, S, D]."""
         project = _project_heads if self.attend.lanes == 1 else _from_heads
         out_BSD = project(*vary_alike((out_BHSV, self.o_proj.kernel[...].astype(out_BHSV.dtype))))
         return out_BSD if self.o_proj.bias is None else out_BSD + self.o_proj.bias[...].astype(out_BSD.dtype)
 
     def _spread_is_free(self) -> bool:
-        """Whether heads with the rotated part twice take no more of the program's lanes."""
+        """Return whether heads that hold the rotated part twice need no more lanes."""
         nope, rot, lanes = self.config.qk_nope_dim, self.config.qk_rope_dim, self.attend.lanes
         return -(-(nope + 2 * rot) // lanes) == -(-(nope + rot) // lanes)
 
     def _narrow(self, x_BSD: Array, positions_BS: Array | None) -> tuple[Array, Array, Array]:
-        """Queries, keys and values as the paper has them, heads first."""
+        """Return queries, keys and values as in the paper, with the dim of heads before that of the sequence."""
         config = self.config
         nope = config.qk_nope_dim
         c_BSC, k_BSR = self.latents(x_BSD, positions_BS)
@@ -259,10 +261,10 @@ class Attention(nnx.Module):
         return q, k, v
 
     def _spread(self, x_BSD: Array, positions_BS: Array | None) -> tuple[Array, Array, Array]:
-        """The same with the same scores, by products that write heads first: no slice of activations, no concatenation.
+        """Return wider queries and keys that give the same scores, and the values, all with heads first.
 
-        A rotated query is q cos + turned(q) sin, so its score with a key is that of [q cos, turned(q) sin] with
-        [key, key].
+        They come from products that write heads first: activations are neither sliced nor concatenated. A rotated
+        query is q cos + turned(q) sin, so its score with a key is that of [q cos, turned(q) sin] with [key, key].
         """
         config = self.config
         H, N, R = config.num_heads, config.qk_nope_dim, config.qk_rope_dim
@@ -281,7 +283,8 @@ class Attention(nnx.Module):
         w_CHX = self.kv_b_proj.kernel[...].astype(dtype)
         c_BSC, k_BSR, w_CHX = vary_alike((c_BSC, k_BSR, w_CHX))
         w_CHN, w_CHV = jnp.split(w_CHX, [N], axis=-1)
-        # All heads' rotated key comes in as R more latents, each of which is two numbers of every key.
+        # The rotated key, which all heads share, enters as R additional latents: each becomes two numbers of every
+        # head's key.
         copied_RY = np.eye(R, N + 2 * R, N) + np.eye(R, N + 2 * R, N + R)
         copied_RHY = jnp.broadcast_to(jnp.asarray(copied_RY, dtype)[:, None], (R, H, N + 2 * R))
         w_CHY = jnp.concatenate([w_CHN, jnp.zeros((*w_CHN.shape[:2], 2 * R), dtype)], axis=-1)
@@ -298,14 +301,14 @@ class Attention(nnx.Module):
         return jnp.concatenate([q_BSHX[..., :nope], self._rotate(q_BSHX[..., nope:], positions_BS)], axis=-1)
 
     def latents(self, x_BSD: Array, positions_BS: Array | None) -> tuple[Array, Array]:
-        """Return all that later tokens need to know of these: c [B, S, C], normalised, and k [B, S, R], rotated."""
+        """Return all that later tokens need from these tokens: c [B, S, C], normalised, and k [B, S, R], rotated."""
         both = checkpoint_name(self.kv_a_proj_with_mqa(x_BSD), "latents")
         c_BSC, k_BSR = both[..., : self.config.kv_lora_rank], both[..., self.config.kv_lora_rank :]
         k_BSR = self._rotate(k_BSR[:, :, None], positions_BS)[:, :, 0]
         return self.kv_a_layernorm(c_BSC), k_BSR
 
     def _query_latents(self, x_BSD: Array) -> tuple[Array, nnx.Linear]:
-        """What queries are made of, and what by."""
+        """Return the input of the last projection to queries, and that projection."""
         if self.config.q_lora_rank:
             x_BSC = checkpoint_name(self.q_a_proj(x_BSD), "latents")
             return self.q_a_layernorm(x_BSC), self.q_b_proj
@@ -317,7 +320,7 @@ class Attention(nnx.Module):
 
 
 def _with_turned(nope: int, rot: int, dtype: Any) -> Array:
-    """The matrix that puts the rotated part of a head, turned, behind its numbers, [N + R, N + 2 R]."""
+    """Return the matrix [N + R, N + 2 R] that keeps a head's numbers and appends its rotated part, turned."""
     into_XY = np.eye(nope + rot, nope + 2 * rot)
     into_XY[nope:, nope + rot :] = _turn(rot)
     return jnp.asarray(into_XY, dtype)
@@ -325,11 +328,12 @@ def _with_turned(nope: int, rot: int, dtype: Any) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _to_heads(rot: int, x_BSC: Array, w_CHX: Array, w_HYC: Array) -> Array:
-    """The product of x and w, heads first, with the rotated part turned behind it: by ``w_HYC``, w with that behind it.
+    """Return the product of x and w, heads first, with its rotated part, turned, appended.
 
-    It lies in the order in which a TPU wants to read it: else XLA copies it into that in every product.
+    It is one product with ``w_HYC``, w with that part appended. ``w_HYC`` lies in the order in which a TPU reads it:
+    otherwise XLA would copy it into this order in every product.
     """
-    del rot, w_CHX  # whose gradient it is
+    del rot, w_CHX  # the backward returns the gradient of w_CHX
     return jnp.einsum("bsc,hyc->bhsy", x_BSC, w_HYC)
 
 
@@ -352,8 +356,8 @@ _to_heads.defvjp(_to_heads_fwd, _to_heads_bwd)
 def _keys_and_values(
     c_BSC: Array, k_BSR: Array, w_CHX: Array, w_CHY: Array, w_CHV: Array
 ) -> tuple[Array, Array]:
-    """Products of the latents, heads first, by the matrices that were made of w once: for keys, and for values."""
-    del w_CHX  # whose gradient they are
+    """Return keys and values, heads first: products of the latents with matrices that are made from w once a step."""
+    del w_CHX  # the backward returns its gradient
     latents = jnp.concatenate([c_BSC, k_BSR], axis=-1)
     return jnp.einsum("bsc,chy->bhsy", latents, w_CHY), jnp.einsum("bsc,chv->bhsv", c_BSC, w_CHV)
 
@@ -372,7 +376,7 @@ def _keys_and_values_bwd(
     N = w_CHY.shape[-1] - 2 * (w_CHY.shape[0] - C)
     dc_BSC, dk_BSR = jnp.split(jnp.einsum("bhsy,chy->bsc", dk_BHSY, w_CHY), [C], axis=-1)
     outer = functools.partial(jnp.einsum, "bsc,bhsx->chx", c_BSC, preferred_element_type=jnp.float32)
-    # Part by part to their sum: joined first, they are copied twice.
+    # The parts are added to the sum one by one: concatenating them first would copy them twice.
     dw_CHX = gradient_sum((*w_CHV.shape[:2], N + w_CHV.shape[2]), beside=c_BSC)
     dw_CHX = dw_CHX.at[..., :N].add(outer(dk_BHSY[..., :N])).at[..., N:].add(outer(dv_BHSV))
     dw_CHX = dw_CHX.astype(w_CHV.dtype)
@@ -383,14 +387,17 @@ _keys_and_values.defvjp(_keys_and_values_fwd, _keys_and_values_bwd)
 
 
 def _project_heads(out_BHSV: Array, w_XD: Array) -> Array:
-    """The product of what all heads attended to with the rows of w, which are theirs in turn."""
+    """Return the product of the results of all heads with w, whose rows belong to the heads in turn."""
     _, H, _, V = out_BHSV.shape
     return jnp.einsum("bhsv,hvd->bsd", out_BHSV, w_XD.reshape(H, V, -1))
 
 
 @jax.custom_vjp
 def _from_heads(out_BHSV: Array, w_XD: Array) -> Array:
-    """The same. Head by head the gradient of w is added to its sum: of all rows at once, a TPU turns all heads over."""
+    """Do the same as ``_project_heads``, but add the gradient of w to its sum head by head.
+
+    With all rows in one dim, a TPU would transpose all heads.
+    """
     return _project_heads(out_BHSV, w_XD)
 
 
@@ -413,7 +420,7 @@ _from_heads.defvjp(_from_heads_fwd, _from_heads_bwd)
 def causal_attention(
     q_BHSX: Array, k_BHSX: Array, v_BHSV: Array, scale: float, /, segment_ids: Array | None = None
 ) -> Array:
-    """Softmax attention as ``Attend`` says, scores and softmax in float32; [B, H, S, V]."""
+    """Compute softmax attention as ``Attend`` describes it, scores and softmax in float32; [B, H, S, V]."""
     scores_BHQK = jnp.einsum("bhqx,bhkx->bhqk", q_BHSX, k_BHSX, preferred_element_type=jnp.float32) * scale
     heard = np.tril(np.ones((q_BHSX.shape[2],) * 2, bool))
     if segment_ids is not None:
@@ -423,7 +430,7 @@ def causal_attention(
 
 
 def same_segment(segment_ids_BS: Array) -> Array:
-    """Whether two tokens are of one segment: bool [B, S, S]."""
+    """Return whether two tokens belong to one segment, bool [B, S, S]."""
     return jnp.asarray(segment_ids_BS)[:, :, None] == jnp.asarray(segment_ids_BS)[:, None]
 
 

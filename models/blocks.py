@@ -14,7 +14,7 @@ from models.moe import Dispatch, Load, Matmul, MoE, SwiGLU
 
 
 class DenseBlock(nnx.Module):
-    """x + attention, then x + SwiGLU, each behind its norm."""
+    """x + attention, then x + SwiGLU, each with a norm before it."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs, attend: Attend | None = None):
         self.input_layernorm = RMSNorm(config.dim, config.norm_eps)
@@ -30,7 +30,7 @@ class DenseBlock(nnx.Module):
 
 
 class Block(nnx.Module):
-    """x + attention, then x + mixture of experts, each behind its norm; experts are stacked."""
+    """x + attention, then x + mixture of experts, each with a norm before it; experts are stacked."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Block(nnx.Module):
         live_BS: Array | None,
         copies_EX: Array | None = None,
     ) -> tuple[Array, Load]:
-        """Apply the block; positions and segments as ``Attention`` takes them, the rest as ``MoE`` does."""
+        """Apply the block; positions and segments as ``Attention`` takes them, the other arguments as ``MoE`` does."""
         attended_BSD = self.self_attn(self.input_layernorm(x_BSD), positions_BS, segment_ids_BS)
         x_BSD = checkpoint_name(x_BSD + attended_BSD, "middle")
         y_BSD, load = self.mlp(self.post_attention_layernorm(x_BSD), bias_E, live_BS, copies_EX)
@@ -62,9 +62,9 @@ class Block(nnx.Module):
 
 
 class Merge(nnx.Module):
-    """What stands before the block of a multi-token prediction module: two norms and a projection.
+    """The part of a multi-token prediction module before its block: two norms and a projection.
 
-    Embedding first: published weights have it so, the paper writes the hidden state first.
+    The embedding comes first, as in published weights; the paper writes the hidden state first.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
@@ -73,6 +73,6 @@ class Merge(nnx.Module):
         self.eh_proj = linear(config, 2 * config.dim, config.dim, rngs)
 
     def __call__(self, embedded_BSD: Array, hidden_BSD: Array) -> Array:
-        """Merge a later token's embedding into what is known of this one; [B, S, D]."""
+        """Merge the embedding of a later token into the hidden state of this one; [B, S, D]."""
         both = jnp.concatenate([self.enorm(embedded_BSD), self.hnorm(hidden_BSD)], axis=-1)
         return self.eh_proj(both)

@@ -30,43 +30,45 @@ class Config:
     """The numbers that make one model; see ``v3`` for the published values.
 
     Attributes:
-      vocab: rows of the embedding and of the output projection.
+      vocab: number of words: rows of the embedding, columns of the output projection.
       dim: width of the residual stream.
-      num_layers: all blocks, the dense ones included.
-      num_dense_layers: the first blocks, with a dense SwiGLU of ``dense_hidden`` in the experts' place.
-      num_heads: attention heads.
+      num_layers: number of blocks, including the dense ones.
+      num_dense_layers: number of blocks at the start that have a dense SwiGLU of ``dense_hidden`` instead of experts.
+      num_heads: number of attention heads.
       q_lora_rank: width of the compressed queries; 0 for one plain query projection.
       kv_lora_rank: width of the compressed keys and values.
-      qk_nope_dim: per head, the part of query and key without position.
-      qk_rope_dim: per head, the rotated part; its key is shared by all heads.
-      v_head_dim: per head, the value.
+      qk_nope_dim: width per head of the part of query and key without position.
+      qk_rope_dim: width per head of the rotated part; all heads share this part of the key.
+      v_head_dim: width per head of the value.
       dense_hidden: hidden width of the dense SwiGLU.
       expert_hidden: hidden width of one expert.
-      num_experts: routed experts of a layer.
-      num_shared_experts: always-on experts, built as one SwiGLU of so many times ``expert_hidden``.
-      top_k: routed experts per token.
-      num_groups: equal groups of experts; 1 for no group limit.
-      top_groups: groups that a token may reach.
+      num_experts: number of routed experts of a layer.
+      num_shared_experts: number of experts that every token uses, built as one SwiGLU of that many times
+        ``expert_hidden``.
+      top_k: number of routed experts per token.
+      num_groups: number of equal groups of experts; 1 for no group limit.
+      top_groups: number of groups from which a token may choose experts.
       score: how logits become scores: "sigmoid" (V3) or "softmax" (V2).
-      normalize_top_k: divide a token's chosen scores by their sum.
+      normalize_top_k: whether to divide a token's chosen scores by their sum.
       routed_scale: factor on the routed experts' sum.
-      norm_eps: of every RMSNorm but the two of the latents, whose eps the published code fixes at 1e-6.
-      attention_bias: a bias on q_a_proj, kv_a_proj_with_mqa and o_proj.
-      tie_embeddings: the output projection is the embedding's table.
+      norm_eps: eps of every RMSNorm except those of the latents, whose eps the published code fixes at 1e-6.
+      attention_bias: whether q_a_proj, kv_a_proj_with_mqa and o_proj have a bias.
+      tie_embeddings: whether the output projection is the embedding's table.
       rope_theta: base of the rotation frequencies.
-      yarn_factor: context extension by YaRN; 1 for none (V3 trains so at 4096).
+      yarn_factor: factor of the context extension by YaRN; 1 for none (as V3 trains at 4096).
       yarn_original_seq: sequence length before the extension.
-      yarn_beta_fast: turns in the original length above which a frequency is kept.
-      yarn_beta_slow: turns below which it is divided by the factor.
-      yarn_mscale: attention temperature of YaRN for the rotated part alone; 0 for none given.
-      yarn_mscale_all_dim: that of whole heads; 0 for none given. What the first exceeds the second by, queries'
-        and keys' rotated parts are scaled with; see ``models.attention.rope_factor``.
-      num_mtp_layers: modules of multi-token prediction behind the last layer; V3 was trained with 1.
-      init_std: of every weight matrix at the start.
-      compute_dtype: of matmuls and activations; parameters, router, softmaxes and loss are float32.
+      yarn_beta_fast: number of turns in the original length above which a frequency is kept.
+      yarn_beta_slow: number of turns below which a frequency is divided by the factor.
+      yarn_mscale: attention temperature of YaRN for the rotated part alone; 0 if none is given.
+      yarn_mscale_all_dim: attention temperature of YaRN for whole heads; 0 if none is given. The rotated parts of
+        queries and keys are scaled by the ratio of the first temperature to this one, see
+        ``models.attention.rope_factor``.
+      num_mtp_layers: number of multi-token prediction modules after the last layer; V3 was trained with 1.
+      init_std: standard deviation of every weight matrix at the start.
+      compute_dtype: dtype of matmuls and activations; parameters, router, softmaxes and loss are float32.
 
     Raises:
-      ValueError: numbers that do not fit together; all of them are named.
+      ValueError: the numbers do not fit together; the message names every one that is wrong.
     """
 
     vocab: int
@@ -105,7 +107,7 @@ class Config:
 
     @property
     def num_moe_layers(self) -> int:
-        """Blocks with experts: those that the pipeline's stages share."""
+        """The number of blocks with experts."""
         return self.num_layers - self.num_dense_layers
 
     def __post_init__(self) -> None:
@@ -137,7 +139,10 @@ class Config:
                 self.qk_nope_dim == self.qk_rope_dim == 0,
             ),
         ]
-        for name, least in _LEAST.items():  # "not", for NaN is in no range
+        for (
+            name,
+            least,
+        ) in _LEAST.items():  # "not number >= least" also finds NaN, which "number < least" does not
             number = getattr(self, name)
             complaints.append((f"{name} is {number}, must be at least {least}", not number >= least))
         for name in _POSITIVE:
@@ -214,9 +219,10 @@ def v2_lite(**changes: Any) -> Config:
 
 
 def moe_67b(**changes: Any) -> Config:
-    """67 billion parameters, 2 billion active: 60 experts of a layer on each of 8 devices.
+    """A model of 67 billion parameters, 2 billion active: 60 experts of each layer on each of 8 devices.
 
-    Our own numbers, for 64 GPUs of 80 GB as pp 8 x ep 8: 8 and 16 stages share its 32 expert layers equally.
+    The numbers are our own, for 64 GPUs of 80 GB as pp 8 x ep 8: its 32 layers with experts divide into 8 and into 16
+    equal stages.
     """
     ours: dict[str, Any] = dict(
         dim=2048,
@@ -233,7 +239,7 @@ def moe_67b(**changes: Any) -> Config:
 
 
 def small(**changes: Any) -> Config:
-    """V3 for a CPU: eight expert layers, so that 1, 2, 4 or 8 stages divide them; about 20 million."""
+    """V3 for a CPU: eight layers with experts, which 1, 2, 4 or 8 stages divide; about 20 million parameters."""
     ours: dict[str, Any] = dict(
         vocab=8192,
         dim=256,
@@ -258,7 +264,7 @@ def small(**changes: Any) -> Config:
 
 
 def tiny(**changes: Any) -> Config:
-    """V3 for unit tests, over bytes by default (``vocab=256``); eight expert layers."""
+    """V3 for unit tests, over bytes by default (``vocab=256``); eight layers with experts."""
     ours: dict[str, Any] = dict(
         vocab=256,
         dim=64,
@@ -300,4 +306,4 @@ MODELS: Mapping[str, Callable[..., Config]] = {
     "tiny": tiny,
     "byte": byte,
 }
-"""Every model by the name that commands know it by."""
+"""The function that makes each model's configuration, by the model's name in commands."""

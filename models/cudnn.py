@@ -1,8 +1,10 @@
-"""cuDNN's flash attention, as the custom calls that XLA gives to cuDNN, for programs that a GPU runs.
+"""cuDNN's flash attention, as the custom calls that XLA hands to cuDNN, for programs that a GPU runs.
 
-They are written here, not by ``jax.nn.dot_product_attention``: that wants values as wide as keys, asks of the machine
-that compiles what the GPU that runs can do, and where sums are to have one order XLA fails to compile two layers of
-what it writes. Shape suffixes as in ``models.attention``; B S H X is how cuDNN takes arrays here.
+This module makes the calls itself instead of using ``jax.nn.dot_product_attention``, which needs values as wide as keys
+and checks the GPU of the machine that compiles, not of the one that runs. Besides, if sums must have a fixed order, XLA
+fails to compile two layers of the calls that it makes.
+
+Shape suffixes as in ``models.attention``; cuDNN takes arrays as B S H X here.
 """
 
 import functools
@@ -22,27 +24,28 @@ HOPPER = (9, 0)
 """The compute capability of an H100."""
 
 _CAPABILITIES = {"V100": (7, 0), "A100": (8, 0), "H100": HOPPER, "H200": HOPPER, "B200": (10, 0)}
-"""By a part of the device's name."""
+"""The compute capability of GPUs, by a part of the device's name."""
 
 UNEQUAL = 91000
-"""cuDNN 9.10: the first that takes keys and values of different widths, on Hopper and later."""
+"""cuDNN 9.10, the first version that takes keys and values of different widths, on Hopper and later."""
 
 
 def cudnn_takes(q_BHSX: Array | jax.ShapeDtypeStruct) -> bool:
-    """Whether cuDNN's attention knows the type and, on the GPU that runs the program, the width."""
+    """Return whether cuDNN's attention takes the dtype and, on the GPU that runs the program, the width of heads."""
     narrow = q_BHSX.dtype in (jnp.bfloat16, jnp.float16)
     return narrow and q_BHSX.shape[-1] % 8 == 0 and q_BHSX.shape[-1] <= widest_heads()
 
 
 def widest_heads() -> int:
-    """The widest heads that cuDNN's attention takes on the GPU that runs the program."""
+    """Return the largest width of heads that cuDNN's attention takes on the GPU that runs the program."""
     return 256 if compute_capability() >= HOPPER else 128
 
 
 def compute_capability() -> tuple[int, ...]:
-    """CUDA's number for the generation of the GPU for which a program is being traced.
+    """Return CUDA's number for the generation of the GPU for which a program is being traced.
 
-    It is this machine's GPU; where there is none the one of the mesh, or an H100 if the mesh does not say.
+    That is this machine's GPU. On a machine without one it is the GPU of the mesh, or an H100 if the mesh does not
+    name one that is known.
     """
     if jax.default_backend() == "gpu":
         return _numbers(jax.devices()[0].compute_capability)
@@ -58,10 +61,11 @@ def _numbers(text: str) -> tuple[int, ...]:
 def cudnn_attention(
     q_BHSX: Array, k_BHSX: Array, v_BHSV: Array, scale: float, segment_ids: Array | None = None
 ) -> Array:
-    """cuDNN's flash attention; as ``causal_attention``. Segments cost a mask of [B, S, S] in its memory.
+    """Compute ``causal_attention`` by cuDNN's flash attention. Segments take a mask [B, S, S] in the GPU's memory.
 
     Raises:
-      ValueError: the GPU that runs the program has no such attention for heads so wide, or segments have an odd length.
+      ValueError: cuDNN does not take the dtype or the width of heads on the GPU that runs the program, or segments have
+        an odd length.
     """
     if not cudnn_takes(q_BHSX):
         raise ValueError(
@@ -85,7 +89,8 @@ def cudnn_attention(
 
 
 _NOT_HEARD = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
-"""Added to scores; cuDNN subtracts two of them, which must not overflow."""
+"""The number added to the score of a token of another segment. cuDNN subtracts two such scores; this must not overflow.
+"""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -96,7 +101,7 @@ def _attention(scale: float, q_BSHX: Array, k_BSHX: Array, v_BSHV: Array, mask_B
 def _forward(
     scale: float, q: Array, k: Array, v: Array, mask: Array | None, *, with_sums: bool = True
 ) -> tuple[Array, Any]:
-    """Attend; of the softmax' sums gradients are made."""
+    """Compute attention, and with ``with_sums`` also the softmax's sums, which the backward needs."""
     B, S, H, _ = q.shape
     results = [_heads_first(v)]
     if with_sums:
@@ -117,7 +122,7 @@ _attention.defvjp(_forward, _backward)
 
 
 class _Result(NamedTuple):
-    """An array that cuDNN makes; ``order`` is that of its dims in memory, the one whose numbers are neighbours last."""
+    """An array that cuDNN returns; ``order`` is the order of its dims in memory, the fastest varying one last."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -129,7 +134,7 @@ class _Result(NamedTuple):
 
 
 def _heads_first(like_BSHX: Array) -> _Result:
-    """B H S X, in memory as it is given: heads behind the sequence."""
+    """Return a result [B, H, S, X] that lies in memory like the argument, with the sequence before the heads."""
     B, S, H, X = like_BSHX.shape
     return _Result((B, H, S, X), like_BSHX.dtype, (0, 2, 1, 3))
 
@@ -143,7 +148,7 @@ def _call(
     *,
     backward: bool,
 ) -> Sequence[Array]:
-    """XLA's custom call, whose last result is memory that cuDNN works in."""
+    """Make XLA's custom call and return its results, without the last one: the memory that cuDNN works in."""
     B, S, H, _ = operands[0].shape
     masks = [] if mask is None else [mask]
     results = [*results, _Result((0,), jnp.uint8)]
@@ -158,13 +163,13 @@ def _call(
 
 
 def config(sizes: tuple[int, int, int], dtype: Any, scale: float, *, backward: bool) -> dict[str, Any]:
-    """XLA's ``CudnnfMHABackendConfig`` (xla/service/gpu/backend_configs.proto), as its JSON.
+    """Return XLA's ``CudnnfMHABackendConfig`` (xla/service/gpu/backend_configs.proto), in the form of its JSON.
 
     Args:
       sizes: batch, heads and sequence.
-      dtype: of queries.
-      scale: on scores.
-      backward: whether of the gradients' call.
+      dtype: the dtype of queries.
+      scale: the factor on scores.
+      backward: whether the call computes gradients.
     """
     B, H, S = sizes
     about: dict[str, Any] = {
@@ -183,8 +188,8 @@ def config(sizes: tuple[int, int, int], dtype: Any, scale: float, *, backward: b
     }
     about |= {f"{name}_dot_dimension_numbers": _dims(*dims) for name, dims in _PRODUCTS[backward].items()}
     if backward and _adds_in_order():
-        # XLA sets it when it compiles such a call; of a second one that is alike it sets nothing, knows it no more, and
-        # fails. Of one where it is set there is nothing to set.
+        # Otherwise XLA sets this flag itself when it compiles such a call. It does not set it in a second, equal call,
+        # does not recognise that call any more, and fails. Where the flag is set already, XLA changes nothing.
         about["force_deterministic"] = True
     return {"operation_queue_id": "0", "cudnn_fmha_backend_config": about}
 
@@ -198,7 +203,9 @@ _PRODUCTS = {
         "bmm2_grad_gemm2": (3, 3, 2, 2),
     },
 }
-"""Of left and right the dim that a product sums over, then the heads', of scores in B H Q K and all else in B S H X."""
+"""For each product: the dim that it sums over in the left and in the right operand, then the dim of heads in both.
+
+Scores are B H Q K, all other operands B S H X."""
 
 
 def _dims(left: int, right: int, left_heads: int, right_heads: int) -> dict[str, list[str]]:
@@ -211,18 +218,18 @@ def _dims(left: int, right: int, left_heads: int, right_heads: int) -> dict[str,
 
 
 def _takes_unequal() -> bool:
-    """Whether cuDNN takes values that are not as wide as keys, on the GPU that runs the program."""
+    """Return whether cuDNN takes values that are not as wide as keys, on the GPU that runs the program."""
     if compute_capability() < HOPPER:
         return False
     if jax.default_backend() != "gpu":
-        return True  # nobody knows its cuDNN
+        return True  # the version of that GPU's cuDNN is not known here
     from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
 
     return check_cudnn_version() >= UNEQUAL
 
 
 def _adds_in_order() -> bool:
-    """Whether XLA was told to give the same bits each time."""
+    """Return whether ``XLA_FLAGS`` ask for results with the same bits each time."""
     asked = os.environ.get("XLA_FLAGS", "").split()
     return any(
         f"--xla_gpu_{name}=true" in asked for name in ("deterministic_ops", "exclude_nondeterministic_ops")

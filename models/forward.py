@@ -33,16 +33,16 @@ def logits(
       config: the model.
       params: as ``deepseek(config, 1).init`` makes them, or ``weights.load`` reads them.
       tokens: int [B, S].
-      positions: int [B, S], where in its document each token stands; None counts along S.
-      segment_ids: int [B, S], which document each token belongs to: it hears no other. Padding is one of its
-        own.
-      kernels: what computes attention and the experts' matmuls.
+      positions: int [B, S], the position of each token in its document; None counts along S.
+      segment_ids: int [B, S], the document of each token, which attends to no other document. Padding is a document of
+        its own.
+      kernels: the programs that compute attention and the experts' matmuls.
 
     Returns:
-      float32 [B, S, V]; at s, of the token that follows.
+      float32 [B, S, V]; position s has the logits of the token that follows it.
 
     Raises:
-      ValueError: params are of several stages.
+      ValueError: params have several stages.
     """
     own = only_stage(params, "logits")
     batch = {"inputs": tokens, "positions": positions, "segment_ids": segment_ids}

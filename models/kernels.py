@@ -30,36 +30,38 @@ some programs."""
 _HOMES = {"splash": "tpu", "megablox": "tpu"} | dict.fromkeys(
     ("cudnn", "hopper", "blackwell", "triton"), "gpu"
 )
-"""Kernels that run on one platform only."""
+"""The platform of each kernel that runs on one platform only."""
 LANES = 128
-"""Numbers of a TPU's vector registers and matrix units: heads are padded to these."""
+"""The width, in numbers, of a TPU's vector registers and matrix units: heads are padded to a multiple of it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
-    """How attention and the experts are computed. All but "float8" give the same up to rounding; "auto" is
+    """The programs that compute attention and the experts' matmuls. All but "float8" give the same up to rounding.
 
-    - on a TPU, splash and ragged, but for gradients of matrices megablox where 128 divides the rows;
-    - on a GPU, cudnn, and for rows of 16 bits on a Hopper hopper, on a Blackwell blackwell, else triton, before the
-      A100 ragged;
-    - on a CPU, and wherever an attention kernel does not take the shapes, plain.
+    "auto" stands for
+
+    - on a TPU, "splash" and "ragged", but "megablox" for gradients of matrices where 128 divides the rows;
+    - on a GPU, "cudnn"; and for rows of 16 bits "hopper" on a Hopper and "blackwell" on a Blackwell, for other cases
+      "triton", or "ragged" before the A100;
+    - on a CPU, and wherever an attention kernel does not take the shapes, "plain".
 
     Attributes:
       attention: "plain" keeps the [S, S] probabilities. "splash" is Pallas' flash attention for TPU, for
-        sequences that 128 divides. "cudnn" is cuDNN's for GPU, in 16 bits: heads are at most 256 wide, before
-        the H100 128, where values are padded to the width of the keys.
+        sequences that 128 divides. "cudnn" is cuDNN's flash attention for GPU, in 16 bits: heads are at most 256 wide,
+        and 128 before the H100. Before the H100, and before cuDNN 9.10, values are padded to the width of the keys.
       matmul: "plain" flattens rows of equal groups to one batched matmul, and walks unequal groups in blocks
-        on CPU. The others leave equal groups in the order they arrive in, which accelerators read without a
-        copy; unequal ones go to "ragged", ``lax.ragged_dot``, which a GPU multiplies once for each group; to
-        "megablox", Pallas' grouped matmul for TPU, for buffers that 128 divides; to "hopper", Pallas' for H100
-        and H200, or "blackwell", that for B200 and GB200, both for 16 bits; or to "triton", ours for any GPU from
-        the A100 on. "float8" rounds what is multiplied to eight bits, forward and backward, on devices that
-        ``parallel.check_float8`` takes, and multiplies it as "auto" does; in eight bits where that is "hopper", equal
-        groups too, but for gradients of matrices.
+        on CPU. The others leave equal groups in the order in which they arrive, which accelerators read without a
+        copy. For unequal groups "ragged" is ``lax.ragged_dot``, in which a GPU multiplies all rows once for each group;
+        "megablox" is Pallas' grouped matmul for TPU, for buffers that 128 divides; "hopper" is our kernel for H100
+        and H200, "blackwell" that for B200 and GB200, both for 16 bits; "triton" is our kernel for any GPU from the
+        A100 on. "float8" rounds both operands to eight bits, forward and backward, on devices that
+        ``parallel.check_float8`` takes, and multiplies them as "auto" does. Where "auto" is "hopper", the products are
+        in eight bits, also for equal groups, except for gradients of matrices.
       interpret: run Pallas kernels in interpret mode, for tests on a CPU.
 
     Raises:
-      ValueError: there is no kernel of that name; from ``attend`` and ``multiply``, it is not for the platform.
+      ValueError: there is no kernel of that name; from ``attend`` and ``multiply``: the kernel is for another platform.
     """
 
     attention: AttentionKernel = "auto"
@@ -109,7 +111,13 @@ class Kernels:
             )
 
     def describe(self, platform: str, config: Config, dispatch: str) -> str:
-        """What computes attention and experts on an accelerator, and why not the faster kernel where there is one."""
+        """Say which kernels compute attention and experts on an accelerator, and why not a faster one if there is one.
+
+        Args:
+          platform: "gpu" or "tpu".
+          config: the model.
+          dispatch: the method of ``models.moe.Dispatch``.
+        """
         dtype, heads = jnp.dtype(config.compute_dtype), config.qk_nope_dim + config.qk_rope_dim
         attention, experts = f"attention {self.attention}", f"experts {self.matmul}"
         if self.attention == "auto" and platform == "gpu":
@@ -145,11 +153,11 @@ class Kernels:
 
 
 AUTO = Kernels()
-"""What suits the platform."""
+"""The kernels that suit the platform."""
 
 
 def on_this_gpu(dtype: Any) -> str:
-    """Which row of ``BY_DEVICE`` serves the GPU that runs the program, for rows of the dtype."""
+    """Return the row of ``BY_DEVICE`` for the GPU that runs the program and rows of ``dtype``."""
     return gpu_row(compute_capability(), dtype)
 
 
@@ -174,7 +182,7 @@ def _where_it_fits(
 
 
 def splash_takes(q_BHSX: Array) -> bool:
-    """Whether the sequence is whole blocks."""
+    """Return whether the sequence divides into blocks of 128."""
     return q_BHSX.shape[2] % 128 == 0
 
 
@@ -187,9 +195,9 @@ def splash_attention(
     interpret: bool = False,
     segment_ids: Array | None = None,
 ) -> Array:
-    """Pallas' flash attention for TPU; as ``causal_attention``, for S that 128 divides.
+    """Compute ``causal_attention`` by Pallas' flash attention for TPU, for S that 128 divides.
 
-    Its calls say what they cost, so that the compiler's scheduler knows how much hides behind them.
+    Its calls state their cost, so that the compiler's scheduler knows how much other work can run meanwhile.
 
     Raises:
       ValueError: 128 does not divide the sequence.
@@ -207,8 +215,9 @@ def _splash_fwd(
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
-        # Named, they are what is kept for the backward: where a cheap way led back to the same with positions
-        # first, they would be kept so and transposed again there, on TPU with the whole pool they wait in.
+        # The names keep exactly these arrays for the backward. Without names, if the same arrays with positions first
+        # are cheap to get at, those would be kept, and transposed again in the backward: on TPU with the whole pool
+        # of slots that holds them.
         named = {"queries": scaled, "keys": k, "values": v}
         return jax.vmap(kernel)(*(checkpoint_name(a, name) for name, a in named.items()), segments)
 
@@ -245,19 +254,24 @@ def _splash_kernel(length: int, num_heads: int, interpret: bool) -> Callable[...
         use_fused_bwd_kernel=True,
     )
     mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * num_heads)
-    with jax.ensure_compile_time_eval():  # kept between traces, so none of them may own its arrays
+    with (
+        jax.ensure_compile_time_eval()
+    ):  # the kernel is cached between traces, so no trace may own its arrays
         return splash.make_splash_mha(
             mask,
             head_shards=1,
             q_seq_shards=1,
             block_sizes=sizes,
-            residual_checkpoint_name="attended",  # the logarithms of its sums, too
+            residual_checkpoint_name="attended",  # names the logarithms of the softmax's sums, too
             interpret=interpret,
         )
 
 
 def _cost(q_BHSX: Array, v_BHSV: Array, num_keys: int, num_values: int, arrays: Any) -> pl.CostEstimate:
-    """The cost of so many matmuls as wide as keys and as values, over the lower half of [S, S]."""
+    """Return the cost of matmuls over the lower half of [S, S].
+
+    ``num_keys`` of them are as wide as keys, ``num_values`` as wide as values; ``arrays`` are read or written once.
+    """
     B, H, S, X = q_BHSX.shape
     pairs = B * H * S * S // 2
     return pl.CostEstimate(

@@ -1,4 +1,4 @@
-"""Arrays that are read when they are asked for: what lies on a disk goes to its devices part by part."""
+"""Arrays that are read only when they are needed, so that numbers on a disk go to their devices part by part."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -12,13 +12,13 @@ from dualpipe_jax.functional import Tree
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Lazy:
-    """An array that ``np.asarray`` reads, each time anew, and nothing before; its parts are lazy, too.
+    """An array that is read only by ``np.asarray``, each time anew; its parts are lazy, too.
 
     Attributes:
-      shape: of the array.
-      dtype: of the array.
-      read: ``read(index) -> np.ndarray``, what stands at an index of the first dims, a tuple of ints; () for all.
-      order: where it lies, so that what lies together is read together; see ``read_all``.
+      shape: the shape of the array.
+      dtype: the dtype of the array.
+      read: ``read(index) -> np.ndarray``, the part at an index of the first dims, a tuple of ints; () for the whole.
+      order: a number by which ``read_all`` sorts, so that arrays that lie together are read after each other.
     """
 
     shape: tuple[int, ...]
@@ -37,11 +37,11 @@ class Lazy:
         return (self[n] for n in range(len(self)))
 
     def __getitem__(self, n: int) -> "Lazy":
-        """What stands at one place of the first dim."""
+        """Return the part at one index of the first dim."""
         return dataclasses.replace(self, shape=self.shape[1:], read=lambda index: self.read((n, *index)))
 
     def expanded(self) -> "Lazy":
-        """The same with a first dim of 1."""
+        """Return the array with an additional first dim of 1."""
 
         def read(index: tuple[int, ...]) -> np.ndarray:
             return self.read(index[1:]) if index else self.read(())[None]
@@ -49,7 +49,7 @@ class Lazy:
         return dataclasses.replace(self, shape=(1, *self.shape), read=read)
 
     def take(self, rows: np.ndarray) -> "Lazy":
-        """Places of the first dim, int [N], in any order, some perhaps twice."""
+        """Return the parts at indices of the first dim, int [N], in any order; an index may occur more than once."""
 
         def read(index: tuple[int, ...]) -> np.ndarray:
             if index:
@@ -62,7 +62,7 @@ class Lazy:
         return dataclasses.replace(self, shape=(len(rows), *self.shape[1:]), read=read)
 
     def map(self, function: Callable[[Any], Any]) -> "Lazy":
-        """What a function makes of the whole array, which is read for any part of it."""
+        """Return a function's result for the array. To read any part of it, the whole array is read."""
         made = jax.eval_shape(function, jax.ShapeDtypeStruct(self.shape, self.dtype))
         return dataclasses.replace(
             self,
@@ -72,7 +72,7 @@ class Lazy:
         )
 
     def astype(self, dtype: Any) -> "Lazy":
-        """The same numbers as another dtype, rounded to nearest even."""
+        """Return the same numbers in another dtype, rounded to nearest even."""
         own = np.dtype(dtype)
         return dataclasses.replace(
             self, dtype=own, read=lambda index: self.read(index).astype(own, copy=False)
@@ -84,7 +84,7 @@ class Lazy:
 
 
 def lazily(tree: Tree) -> Tree:
-    """Return a tree with its arrays as lazy ones, whose parts are taken from them on the host."""
+    """Return a tree with its arrays made lazy; parts of an array are taken on the host."""
 
     def one(leaf: Any) -> Lazy:
         if isinstance(leaf, Lazy):
@@ -95,12 +95,15 @@ def lazily(tree: Tree) -> Tree:
 
 
 def on_host(array: Any) -> np.ndarray:
-    """Return an array, lazy or JAX's, on the host. JAX would keep beside its own what it has once given out."""
+    """Return a lazy array or JAX's as a NumPy array.
+
+    JAX's is copied first: otherwise JAX would keep the NumPy array in memory as long as its own array lives.
+    """
     return np.asarray(array.copy() if isinstance(array, jax.Array) else array)
 
 
 def is_lazy(tree: Tree) -> bool:
-    """Whether any leaf is lazy."""
+    """Return whether any leaf is lazy."""
     return any(isinstance(leaf, Lazy) for leaf in jax.tree.leaves(tree))
 
 
@@ -108,9 +111,9 @@ def read_all(put: Callable[..., Any], tree: Tree, *more: Tree) -> Tree:
     """Return a tree with ``put(leaf, ...)`` for every lazy leaf, one after the other, by their ``order``.
 
     Args:
-      put: of a leaf, and of the leaves of the further trees at its place.
-      tree: with lazy leaves; others are left as they are.
-      more: trees of the same form.
+      put: a function of a leaf and of the leaves at its place in the further trees.
+      tree: a tree with lazy leaves; other leaves are left as they are.
+      more: the further trees, of the same form.
     """
     rows: list[tuple[Any, ...]] = []
     jax.tree.map(lambda *leaves: rows.append(leaves), tree, *more)

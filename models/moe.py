@@ -1,7 +1,7 @@
 """Mixture of experts as DeepSeek builds it: the router, the experts, and the bias that balances them.
 
-The bias that steers selection is an input of the layer and the counts are an output: nothing is remembered,
-so rematerialisation cannot count twice.
+The selection bias is an input of the layer and the counts are an output: the layer keeps no state, so
+rematerialisation cannot count twice.
 
 Shape suffixes: B batch, S sequence, T = B * S tokens, D model dim, E experts, K experts per token, G groups,
 M experts of a group, F hidden width of an expert.
@@ -31,14 +31,18 @@ class Dispatch:
     """How tokens travel to experts.
 
     Attributes:
-      method: "capacity" gives each expert equally many rows, one batched matmul; "dropless" groups of the
-        sizes they come in.
-      factor: room, in multiples of an even load, beyond which assignments are dropped: per expert and source
-        device for "capacity", per pair of devices for "dropless"; over two axes also per pair of nodes. None
-        drops nothing; for "capacity" that means room for every token at every expert, E / K times the work.
-      axis_name: the mesh axis the experts lie on; two, (nodes, devices of a node), for dispatch in two hops;
-        None if each device holds them all.
-      payload: "plain" sends tokens as they are, "float8" in eight bits; see ``parallel.dispatch``.
+      method: "capacity" gives each expert the same number of rows, for one batched matmul; "dropless" gives each
+        expert a group of as many rows as chose it.
+      factor: the room for assignments, in multiples of an even load; assignments beyond it are dropped. It holds per
+        expert and source device for "capacity", per pair of devices for "dropless"; over two axes also per pair of
+        nodes. None drops nothing; for "capacity" that means room for every token at every expert, E / K times the
+        work.
+      axis_name: the mesh axis over which experts are sharded; two axes, (nodes, devices of a node), for dispatch in two
+        hops; None if each device holds all experts.
+      payload: "plain" sends tokens unchanged, "float8" in eight bits; see ``parallel.plan_capacity``.
+
+    Raises:
+      ValueError: there is no such method or payload, or factor is not positive.
     """
 
     method: Literal["capacity", "dropless"] = "dropless"
@@ -57,10 +61,11 @@ class Dispatch:
         """Plan one layer's dispatch.
 
         Args:
-          topk_TK: as ``parallel.plan_capacity`` takes them.
-          num_experts: over all devices.
-          groups: into how many groups of consecutive experts they fall, and of how many a token's come: if nodes
-            hold whole groups a token goes to no more nodes, and these need no more room.
+          topk_TK: the chosen experts, as ``parallel.plan_capacity`` takes them.
+          num_experts: the number of experts over all devices.
+          groups: the number of equal groups of consecutive experts, and the number of groups that one token may choose
+            from. If each node holds whole groups, a token goes to at most that many nodes, and the room per node is
+            planned for that.
         """
         if not isinstance(self.axis_name, tuple):
             return self._one_hop(topk_TK, num_experts, self.axis_name, len(topk_TK))
@@ -72,7 +77,7 @@ class Dispatch:
             room = parallel.capacity_for(T, min(visits, num_nodes, K), num_nodes, self.factor)
 
         def second(topk_RK: Array, experts: int) -> parallel.Handle:
-            # On average as many assignments arrive at a device as it sends, however many rows there is room for.
+            # On average a device receives as many assignments as it sends, whatever the number of rows in its buffer.
             return self._one_hop(topk_RK, experts, inside, T)
 
         return parallel.plan_two_hops(topk_TK, num_experts, (across, inside), second, room)
@@ -80,7 +85,7 @@ class Dispatch:
     def _one_hop(
         self, topk_RK: Array, num_experts: int, axis: Axis | None, num_tokens: int
     ) -> parallel.Handle:
-        """A plan with room for the assignments of so many tokens."""
+        """Plan one hop, with room for the assignments of ``num_tokens`` tokens times ``factor``."""
         (R, K), factor = topk_RK.shape, self.factor
         if self.method == "dropless":
             bound = None if factor is None else factor * num_tokens / R
@@ -93,8 +98,9 @@ def route(logits_TE: Array, bias_E: Array, config: Config) -> tuple[Array, Array
     """Choose each token's experts and weigh them (DeepSeek-V3, section 2.1.2).
 
     The bias takes part in the choice only. Of ``num_groups`` equal groups a token keeps the best
-    ``top_groups``, judged by the sum of a group's two best biased scores (sigmoid) or its best (softmax);
-    experts elsewhere are masked with -inf, which is below any negative bias. Equal scores: the lower index.
+    ``top_groups``, judged by the sum of a group's two best biased scores (sigmoid) or its best one (softmax);
+    experts of other groups are masked with -inf, which is below any negative bias. Of equal scores the lower index is
+    chosen.
 
     Args:
       logits_TE: float32.
@@ -134,10 +140,11 @@ def _mask_groups(choice_TE: Array, config: Config) -> Array:
 
 
 def sequence_balance(scores_BSE: Array, live_BS: Array, top_k: int) -> Array:
-    """Return each sequence's balance loss, 1 if all is even, without its factor (DeepSeek-V3, eq. 17 to 20).
+    """Return each sequence's balance loss without its factor; 1 for an even load (DeepSeek-V3, eq. 17 to 20).
 
-    The sum over experts of f and P: f is an expert's share of the ``top_k`` best unbiased scores, times E; P the
-    mean of its scores, normalised over experts. Gradients flow through P.
+    It is the sum over experts of f times P: f is the share of choices that an expert has if each token chooses its
+    ``top_k`` best unbiased scores, times E; P is the mean of the expert's scores, normalised over experts. Gradients
+    flow through P.
 
     Args:
       scores_BSE: float32, positive.
@@ -167,15 +174,17 @@ def update_bias(bias: Array, counts: Array, rate: float | Array, *, center: bool
 
     Args:
       bias: float32 [..., E].
-      counts: integer [..., E], whose sum over E fits its dtype: floating counts round, and signs flip.
-      rate: the step; 0.001 for V3.
+      counts: integer [..., E]; the sum over E must fit its dtype. (Floating counts would be rounded, and the sign of a
+        step could flip.)
+      rate: the size of the step; 0.001 for V3.
       center: subtract the mean of the steps, so that the bias does not drift. Routing is the same.
 
     Returns:
       The new bias.
 
     Raises:
-      TypeError: counts are not integers.
+      TypeError: counts are not integers, or bias is not floating.
+      ValueError: bias and counts differ in shape, or rate is not a scalar.
     """
     if not jnp.issubdtype(counts.dtype, jnp.integer):
         raise TypeError(f"update_bias: counts must be integers, got {counts.dtype}.")
@@ -197,7 +206,7 @@ def update_bias(bias: Array, counts: Array, rate: float | Array, *, center: bool
 
 @jax.custom_vjp
 def gated(gate: Array, up: Array) -> Array:
-    """Return silu(gate) * up, float32 inside; keeps its two arguments for the backward, and no more."""
+    """Return silu(gate) * up, float32 inside; only the two arguments are kept for the backward."""
     wide = gate.astype(jnp.float32)
     return (wide * jax.nn.sigmoid(wide) * up.astype(jnp.float32)).astype(up.dtype)
 
@@ -231,14 +240,14 @@ class SwiGLU(nnx.Module):
 
 
 Matmul = Callable[[Array, Array, parallel.Handle], Array]
-"""``parallel.expert_matmul``, or that with a kernel chosen."""
+"""``parallel.expert_matmul``, or a ``functools.partial`` of it with a chosen kernel."""
 
 
 class Experts(nnx.Module):
     """The routed experts' matrices, stacked on their first dim, which ``axis_name`` may shard.
 
-    What checkpoints have as gate_proj and up_proj is one matrix, the gate's columns first: rows are read once for both,
-    and their gradient is one product where it would be the sum of two.
+    The gate_proj and up_proj of checkpoints are one matrix here, the gate's columns first: rows are read once for both,
+    and the rows' gradient is one product instead of the sum of two.
     """
 
     def __init__(self, config: Config, rngs: nnx.Rngs, matmul: Matmul | None = None):
@@ -250,7 +259,7 @@ class Experts(nnx.Module):
         self.down_proj = nnx.Param(init(rngs.params(), (experts, hidden, dim), jnp.float32))
 
     def __call__(self, rows: Array, weights_TK: Array, handle: parallel.Handle) -> Array:
-        """Apply each row's expert, and sum for each token by weights; rows as ``parallel.dispatch`` returns them."""
+        """Apply each row's expert and return each token's weighted sum; rows as ``parallel.dispatch`` returns them."""
         gate_up, down = (kernel[...].astype(rows.dtype) for kernel in (self.gate_up_proj, self.down_proj))
         gate, up = jnp.split(checkpoint_name(self.matmul(rows, gate_up, handle), "hidden"), 2, axis=-1)
         return parallel.combine_product(gated(gate, up), down, weights_TK, handle, matmul=self.matmul)
@@ -260,11 +269,11 @@ class Load(NamedTuple):
     """What a router did with this device's tokens.
 
     Attributes:
-      counts: int32 [E], how many of the live tokens chose each expert.
-      dropped: int32 [], how many choices, live or not, found no room at their expert.
+      counts: int32 [E], the number of live tokens that chose each expert.
+      dropped: int32 [], the number of choices, of live tokens or not, that found no room at their expert.
       balance: float32 [B], see ``sequence_balance``; costs nothing unless used.
-      devices: int32 [N], how many choices of live tokens each device works on; None where experts lie in order, when
-        ``counts`` says it.
+      devices: int32 [N], the number of live tokens' choices that each device works on; None if experts lie in order,
+        since ``counts`` then tells it.
     """
 
     counts: Array
@@ -274,7 +283,7 @@ class Load(NamedTuple):
 
 
 class MoE(nnx.Module):
-    """Routed experts, each token's weighted sum of a few, plus the shared expert, for every token."""
+    """Mixture of experts: for every token the weighted sum of a few routed experts, plus the shared expert."""
 
     def __init__(self, config: Config, dispatch: Dispatch, rngs: nnx.Rngs, matmul: Matmul | None = None):
         self.config = config
@@ -301,14 +310,14 @@ class MoE(nnx.Module):
 
         Args:
           x_BSD: activations.
-          bias_E: float32, of the selection.
-          live_BS: bool, which tokens the load counts; None counts all. The others travel too.
-          copies_EX: where each expert's copies lie, this device's part of ``parallel.share_copies``; the experts'
+          bias_E: float32, the selection bias.
+          live_BS: bool, the tokens that the load counts; None counts all. Other tokens are dispatched, too.
+          copies_EX: the slots of each expert's copies, this device's part of ``parallel.share_copies``; the experts'
             matrices are then those of this device's slots. None if experts lie in order, one copy each.
-          only_live: let the others go to no expert: nobody reads what comes of them.
+          only_live: send the other tokens to no expert, if nobody reads their results.
 
         Returns:
-          x's like, and what the router did.
+          An array [B, S, D] of x's dtype, and what the router did.
         """
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
         # At less than the highest precision, TPUs multiply float32 in bfloat16 and GPUs in TF32.
@@ -322,7 +331,7 @@ class MoE(nnx.Module):
         groups = self.config.num_groups, self.config.top_groups
         if copies_EX is None:
             held_TK, num_held = topk_TK, self.config.num_experts
-        else:  # whose slots know no groups
+        else:  # slots do not follow the groups of experts
             held_TK, num_held = parallel.choose_copies(topk_TK, copies_EX), num_slots * num_devices
             groups = 1, 1
         if only_live and live_BS is not None:

@@ -1,12 +1,13 @@
-"""Which tokens a batch trains on: masks, documents, and the tokens ahead that multi-token prediction asks for.
+"""The tokens that a batch trains on: masks, documents, and the tokens ahead that multi-token prediction needs.
 
 A batch is a dict of arrays [B, S]: "inputs" and "targets" (the next tokens), and where they are needed
 
-- "segment_ids": int, the document of each input; what is packed into one sequence does not see its neighbours;
-- "positions": int, where in its document each input stands; None counts along S, which is as good;
-- "mask": bool, which targets count in the losses; all without it;
-- "valid": bool, which inputs are tokens and not padding; all without it. Padding counts in no loss and no load;
-- "mtp_weight": float [B], the factor of the multi-token prediction losses, if it changes as training goes on.
+- "segment_ids": int, the document of each input; documents packed into one sequence do not see each other;
+- "positions": int, the position of each input in its document; without it positions count along S, which works as well;
+- "mask": bool, whether each target counts in the losses; without it all count;
+- "valid": bool, whether each input is a token and not padding; without it all are. Padding counts in no loss and no
+  load;
+- "mtp_weight": float [B], the factor of the multi-token prediction losses, if it changes during training.
 
 Shape suffixes: B batch, S sequence.
 """
@@ -25,16 +26,16 @@ def inputs_ahead(batch: Batch, depth: int) -> Array:
 
 
 def targets_ahead(batch: Batch, depth: int = 0) -> tuple[Array, Array]:
-    """Return the targets ``depth`` places ahead, [B, S], and whether each counts.
+    """Return the targets ``depth`` places ahead, [B, S], and whether each counts, bool [B, S].
 
-    It counts if it does in the model's own loss, and if from here to there the tokens are of one document.
+    A target counts if it counts in the model's own loss, and if the tokens from here to there are of one document.
     """
     targets_BS, live_BS = _ahead(batch["targets"], depth), live_tokens(batch, depth)
     return targets_BS, live_BS & _ahead(_flags(batch, "mask") & _flags(batch, "valid"), depth)
 
 
 def live_tokens(batch: Batch, depth: int = 0) -> Array:
-    """Return which tokens are none of padding, and have a token of their document ``depth`` places ahead."""
+    """Return whether each token is not padding and has a token of its document ``depth`` places ahead, bool [B, S]."""
     here = _flags(batch, "valid")
     there = _ahead(here, depth)
     if "segment_ids" in batch:
@@ -44,12 +45,12 @@ def live_tokens(batch: Batch, depth: int = 0) -> Array:
 
 
 def num_counted(batch: Batch, depth: int = 0) -> Array:
-    """Return how many targets count, float32."""
+    """Return the number of targets that count, float32 []."""
     return jnp.sum(targets_ahead(batch, depth)[1], dtype=jnp.float32)
 
 
 def masked_mean(values_BS: Array, counted_BS: Array) -> Array:
-    """Return the mean over those that count; 0 if none does."""
+    """Return the mean of the values that count; 0 if none counts."""
     total = jnp.sum(jnp.where(counted_BS, values_BS, 0))
     return total / jnp.maximum(jnp.sum(counted_BS, dtype=values_BS.dtype), 1)
 
@@ -59,5 +60,5 @@ def _flags(batch: Batch, name: str) -> Array:
 
 
 def _ahead(values_BS: Array, depth: int) -> Array:
-    """Values from ``depth`` places on; zeros where there are none."""
+    """Return the values ``depth`` places ahead, [B, S]; zeros beyond the sequence."""
     return jnp.pad(values_BS[:, depth:], ((0, 0), (0, min(depth, values_BS.shape[1]))))

@@ -1,4 +1,4 @@
-"""Parameters of DeepSeek-V3 cut into stages: how they begin, where they lie, what they are read in.
+"""Parameters of DeepSeek-V3 divided into stages: their first values, their sharding, the dtypes they are read in.
 
 Shape suffixes: P stages, K slots of a stage.
 """
@@ -18,7 +18,7 @@ from models.plan import Layout
 
 
 class Modules(NamedTuple):
-    """Each kind of module as two functions, ``init(key)`` and ``apply(params, ...)``."""
+    """The kinds of modules, each as two functions, ``init(key)`` and ``apply(params, ...)``."""
 
     dense: Any
     block: Any
@@ -29,7 +29,8 @@ class Modules(NamedTuple):
 def init_params(config: Config, layout: Layout, modules: Modules, key: Array) -> Tree:
     embed_key, dense_key, block_key, mtp_key, head_key = jax.random.split(key, 5)
     num_rows, num_mtp = config.num_moe_layers + config.num_mtp_layers, config.num_mtp_layers
-    # Made where they stand, not picked from all rows: over stages that lie on ranks no device makes the whole model.
+    # Each layer is made at its place, not picked from an array of all layers: with stages sharded over ranks, no device
+    # makes the whole model.
     rows_KP = jnp.asarray(layout.rows.T)
     keys_KP = jax.random.split(block_key, num_rows)[jnp.maximum(rows_KP, 0)]
     blocks = jax.tree.map(
@@ -74,9 +75,10 @@ def param_specs_of(config: Config, params: Tree, ep_axis: str | tuple[str, str] 
 
 
 def compute_dtype_of(config: Config, params: Tree) -> Tree:
-    """Matrices of layers are multiplied in ``compute_dtype``; norms and routers are float32.
+    """Return for each leaf the dtype in which it is read, None for its own.
 
-    So are the sums of the head's gradients over blocks of words, which are as wide as the head.
+    Matrices of layers are multiplied in ``compute_dtype``; norms and routers stay float32. So does the head: the sums
+    of its gradients over blocks of tokens have the dtype that it is read in.
     """
 
     def dtype(names: set[str]) -> Any:
@@ -87,7 +89,7 @@ def compute_dtype_of(config: Config, params: Tree) -> Tree:
 
 
 def _map_names(function: Callable[[set[str]], Any], params: Tree) -> Tree:
-    """What a function says of each leaf by the names on the way to it."""
+    """Return a tree with the function's value for each leaf, from the set of names on the path to it."""
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: function({getattr(key, "key", "") for key in path}), params
     )

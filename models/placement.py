@@ -1,12 +1,12 @@
-"""A model's experts in any slots of any devices: the tables that say where, and what follows for parameters.
+"""A model's experts in any slots of any devices: the tables of their places, and parameters that follow the tables.
 
-Parameters of ``deepseek`` hold experts in order, [stages, E, ...]. Placed, they hold slots, [stages, N * S, ...], and
-two tables beside the routing bias, which every layer reads: "held", int32 [stages, slots, N, S], the expert in each
+Parameters of ``deepseek`` hold experts in order, [stages, E, ...]. Placed parameters hold slots, [stages, N * S, ...],
+and next to the routing bias two tables that every layer reads: "held", int32 [stages, slots, N, S], the expert in each
 slot, and "copies", int32 [stages, slots, N, E, X], see ``parallel.share_copies``. The router, its bias, its counts and
-the balance losses know nothing of it.
+the balance losses do not depend on the placement.
 
-Shape suffixes: R rows of the routers' figures, that is layers with experts; E experts, N devices, S slots of a device,
-X copies an expert can have at most.
+Shape suffixes: R rows of the routers' figures, one for each layer with experts; E experts, N devices, S slots of a
+device, X copies an expert can have at most.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from dualpipe_jax.parallel.placement import first_copies
 from models.plan import Layout
 
 TABLES = "held", "copies"
-"""What a placed model's routing has besides the bias."""
+"""The names of the tables that a placed model's routing has besides the bias."""
 
 
 def expert_tables(
@@ -37,15 +37,15 @@ def expert_tables(
     """Return the tables of all layers by stage, to stand in params["stages"]["routing"].
 
     Args:
-      layout: which layer stands where.
-      held_RNS: the expert in each slot of each device, for every layer with experts, then for modules of multi-token
-        prediction.
+      layout: the place of each layer.
+      held_RNS: int, the expert in each slot of each device, for every layer with experts, then for modules of
+        multi-token prediction.
       num_experts: E.
       num_nodes: see ``parallel.share_copies``.
-      near: the same.
+      near: see ``parallel.share_copies``.
 
     Raises:
-      ValueError: held is no such table.
+      ValueError: held is not such a table.
     """
     held, num_rows = np.asarray(held_RNS, np.int32), int(layout.rows.max()) + 1
     if held.ndim != 3 or len(held) != num_rows:
@@ -54,7 +54,7 @@ def expert_tables(
             f"[{num_rows}, devices, slots]."
         )
     copies = parallel.share_copies(held, num_experts, num_nodes=num_nodes, near=near)
-    rows = np.maximum(layout.rows, 0)  # a place without a layer has some table or other
+    rows = np.maximum(layout.rows, 0)  # a place without a layer gets the table of row 0
     return {"held": held[rows], "copies": copies[rows]}
 
 
@@ -78,13 +78,13 @@ def placed_specs(specs: Tree, ep_axis: Axis) -> Tree:
 
 
 def map_experts(function: Callable[[Array, Tree], Any], tree: Tree, params: Tree) -> Tree:
-    """Apply ``function(leaf, routing)`` to every leaf of experts in a tree, and leave the others.
+    """Apply ``function(leaf, routing)`` to every leaf of experts in a tree, and leave the other leaves.
 
     Args:
-      function: of a leaf of one of a stage's slots for layers, and of the part of "routing" that is this layer's, each
-        table [stages, ...].
-      tree: params, or anything that has trees of their form somewhere, such as an optimizer's state.
-      params: {"stages": ...}, in model order or placed by the engine, of which "routing" is read: arrays
+      function: takes a leaf of experts of one slot for layers, and this layer's part of "routing", each table
+        [stages, ...].
+      tree: params, or a tree that contains trees of their form, like an optimizer's state.
+      params: {"stages": ...}, in model order or as the engine places them. Only "routing" is read: arrays
         [stages, slots, ...].
     """
 
@@ -107,18 +107,18 @@ def map_experts(function: Callable[[Array, Tree], Any], tree: Tree, params: Tree
 
 
 def expert_axis(mesh: Mesh | AbstractMesh) -> Axis:
-    """Return what a mesh's experts lie over: "ep", or ("node", "ep") where it has both."""
+    """Return the axis over which a mesh shards experts: "ep", or ("node", "ep") if it has both."""
     found = tuple(axis for axis in mesh.axis_names if axis in ("node", EP))
     return found if len(found) > 1 else EP
 
 
 def sum_copies(grads: Tree, params: Tree, mesh: Mesh | AbstractMesh) -> Tree:
-    """Return gradients of placed params, as the engine gives them, with every copy's being the sum of all copies'.
+    """Return gradients of placed params in which every copy of an expert has the sum of all copies' gradients.
 
     Args:
-      grads: of params as the engine places them: leaves of experts [ranks, N * S, ...] over (pp, ep).
-      params: the same.
-      mesh: of the engine.
+      grads: the gradients of params as the engine places them: leaves of experts [ranks, N * S, ...] over (pp, ep).
+      params: the params, placed in the same way.
+      mesh: the engine's mesh.
     """
     axis = expert_axis(mesh)
 
@@ -141,7 +141,7 @@ def sum_copies(grads: Tree, params: Tree, mesh: Mesh | AbstractMesh) -> Tree:
 
 
 def count_once(grads: Tree, params: Tree) -> Tree:
-    """Return gradients with zeros for all copies of an expert but its first: what a norm is to be taken of."""
+    """Return gradients with zeros for all copies of an expert except the first, so that a norm counts each one once."""
 
     def first(gradient: Array, routing: Tree) -> Array:
         num_experts = routing["bias"].shape[-1]

@@ -1,4 +1,4 @@
-"""Which layers stand on which stage: plans balanced in time, and the places that a plan gives each layer."""
+"""Plans of the number of layers on each stage, balanced in time, and the place that a plan gives each layer."""
 
 import dataclasses
 import itertools
@@ -13,14 +13,14 @@ from models.config import Config
 
 @dataclasses.dataclass(frozen=True)
 class Costs:
-    """What the parts of a model take, in one unit of time; forward, or forward and backward.
+    """The time of each part of a model, all in one unit; for the forward, or for forward and backward.
 
     Attributes:
-      embed: looking tokens up.
-      dense: a layer with a dense feed-forward.
-      moe: a layer with experts.
-      mtp: a module of multi-token prediction without its use of the head.
-      head: the head and its loss, once; each module of multi-token prediction uses it once more.
+      embed: time of the embedding.
+      dense: time of a layer with a dense feed-forward.
+      moe: time of a layer with experts.
+      mtp: time of a module of multi-token prediction without its use of the head.
+      head: time of the head and its loss, once; each module of multi-token prediction uses the head once more.
     """
 
     embed: float = 1.0
@@ -31,21 +31,22 @@ class Costs:
 
 
 PAPER = Costs(head=0.5)
-"""Costs as DeepSeek-V3 seems to count them: the embedding a layer's time, a module and both heads two."""
+"""Costs as DeepSeek-V3 seems to count them: the embedding takes the time of one layer; a module of multi-token
+prediction and the two uses of the head together take that of two layers."""
 
 
 @runtime_checkable
 class Scheduled(Protocol):
-    """What has a schedule's placement, which says which stages share a rank."""
+    """An object with a schedule's placement, which says which stages share a rank."""
 
     @property
     def placement(self) -> Any:
-        """Pipes of stages on ranks."""
+        """The placement; ``pipes`` has for each pipe the rank of each stage."""
 
 
 @typechecked
 def matmul_costs(config: Config, sequence: int = 4096) -> Costs:
-    """Price parts by the matmuls that a token needs in the forward, in FLOPs; causal attention over ``sequence``."""
+    """Price each part by a token's matmuls in the forward, in FLOPs, with causal attention over ``sequence`` tokens."""
     head = config.qk_nope_dim + config.qk_rope_dim
     queries = config.q_lora_rank * (config.dim + config.num_heads * head)
     attention = queries or config.dim * config.num_heads * head
@@ -75,25 +76,26 @@ def stage_times(config: Config, plan: Sequence[int], costs: Costs) -> list[float
 
 @typechecked
 def layer_plan(config: Config, schedule: Scheduled | int, costs: Costs | None = None) -> tuple[int, ...]:
-    """Share all layers out over stages, in model order, so that the busiest rank is as little busy as can be.
+    """Divide all layers among stages, in model order, so that the busiest rank has as little work as possible.
 
-    Every stage but the two ends has a layer at least. With fewer layers than that, some stages have none and hand on
-    what they are given. Of plans whose busiest ranks are within one per cent of the best, the one with the shallowest
-    deepest stage is taken, for all stages have as many places for layers; of these the one with the fewest kinds of
-    stages, then with the less busy ranks. The time that this takes doubles with each dense layer.
+    Every stage except the first and the last has at least one layer. If there are too few layers for that, some stages
+    have none and hand on what they receive. Among the plans whose busiest rank is within one per cent of the best, the
+    function prefers those whose deepest stage has the fewest layers (all stages get as many places for layers as the
+    deepest one), then those with the fewest kinds of stages, then those with the less busy ranks. The time of the
+    search doubles with each dense layer.
 
     Args:
       config: the model.
       schedule: a ``Schedule``, whose placement says which stages share a rank, or the number of stages, each with a
         rank of its own.
-      costs: what the parts take; by default ``matmul_costs``.
+      costs: the time of each part; by default ``matmul_costs``.
 
     Returns:
-      How many layers, dense ones included, each stage has; the embedding comes on top of the first, multi-token
-      prediction and the head of the last.
+      The number of layers of each stage, dense ones included. The first stage has the embedding in addition, the last
+      one multi-token prediction and the head.
 
     Raises:
-      ValueError: there are fewer layers than ranks between the ends.
+      ValueError: there are fewer layers than ranks, the two ends aside.
 
     >>> from models.config import v3
     >>> layer_plan(v3(num_mtp_layers=1), 16, PAPER)
@@ -103,7 +105,7 @@ def layer_plan(config: Config, schedule: Scheduled | int, costs: Costs | None = 
     pipes = schedule.placement.pipes if isinstance(schedule, Scheduled) else (range(num_stages),)
     costs = costs or matmul_costs(config)
     ranks = [{pipe[stage] for pipe in pipes} for stage in range(num_stages)]
-    home = np.array([ranks.index(here) for here in ranks])  # one for all stages of the same ranks
+    home = np.array([ranks.index(here) for here in ranks])  # the same number for all stages on the same ranks
     num_ranks = len(set().union(*ranks))
     if num_stages < 1 or config.num_layers < max(1, num_ranks - 2):
         raise ValueError(
@@ -122,8 +124,11 @@ def layer_plan(config: Config, schedule: Scheduled | int, costs: Costs | None = 
         return tuple(np.round(falling, 6 - int(np.log10(sum(times) + 1e-300))))
 
     def filled(dense: tuple[int, ...]) -> tuple[int, ...] | None:
-        """The best plan with dense layers so: those with experts are alike, so each goes where least is to do."""
-        first = len(dense) - 1  # the first stage that may have experts: dense layers come before
+        """Return the best plan with these dense layers, None if there are too few layers.
+
+        Layers with experts are all alike, so each one goes to the stage whose rank has the least to do.
+        """
+        first = len(dense) - 1  # the first stage that may have experts: dense layers come before it
         shares = [*dense, *[least] * (num_stages - len(dense))]
         if len(dense) < num_stages:
             shares[-1] = 0
@@ -146,10 +151,11 @@ def layer_plan(config: Config, schedule: Scheduled | int, costs: Costs | None = 
 
 @typechecked
 def given_plan(config: Config, schedule: Scheduled, shares: Sequence[int]) -> tuple[int, ...]:
-    """Layers of each stage as they are given, dense ones included; ``layer_plan`` where nothing is.
+    """Return the given number of layers of each stage, dense ones included; ``layer_plan`` if none are given.
 
     Raises:
-      ValueError: they are not of the schedule's stages, or do not add up to the model's layers.
+      ValueError: there is not one number for each of the schedule's stages, a number is negative, or they do not add up
+        to the model's layers.
     """
     if not shares:
         return layer_plan(config, schedule)
@@ -166,7 +172,7 @@ def given_plan(config: Config, schedule: Scheduled, shares: Sequence[int]) -> tu
 
 
 def _alike_between_ends(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
-    """All plans whose stages between the ends are equally deep."""
+    """Yield all plans whose stages between the first and the last have the same number of layers."""
     between = max(0, num_stages - 2)
     for depth in range(1, num_layers + 1) if between else (0,):
         left = num_layers - between * depth
@@ -177,7 +183,7 @@ def _alike_between_ends(num_layers: int, num_stages: int) -> Iterator[tuple[int,
 
 
 def _dense_shares(num_dense: int, num_stages: int) -> Iterator[tuple[int, ...]]:
-    """Each way in which dense layers can lie on the first stages, up to the last stage that has one: 2 ** num_dense."""
+    """Yield each way to divide dense layers among the first stages, up to the last that has one: <= 2 ** num_dense."""
     for cuts in itertools.chain.from_iterable(
         itertools.combinations(range(num_dense), k) for k in range(min(num_stages, num_dense + 1))
     ):
@@ -186,13 +192,13 @@ def _dense_shares(num_dense: int, num_stages: int) -> Iterator[tuple[int, ...]]:
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """What a stage holds, and so what its kind runs.
+    """What a stage holds, and so what the function of its kind computes.
 
     Attributes:
-      first: whether it looks tokens up.
-      dense: which dense layers it runs.
-      num_moe: how many of its slots hold layers with experts; they come first.
-      last: whether it has the head, and the modules of multi-token prediction, whose blocks take the next slots.
+      first: whether it has the embedding.
+      dense: the numbers of the dense layers that it runs.
+      num_moe: the number of its slots that hold layers with experts; these slots come first.
+      last: whether it has the head and the modules of multi-token prediction, whose blocks take the next slots.
     """
 
     first: bool
@@ -201,7 +207,7 @@ class Content:
     last: bool
 
     def name(self, like: "Sequence[Content]") -> str:
-        """Name it by its place, and by its layers where those of the same place differ."""
+        """Name the stage's kind by its place, and by its layers if stages between the ends differ in them."""
         if self.first or self.last:
             return "only" if self.first and self.last else "first" if self.first else "last"
         if len({content for content in like if not (content.first or content.last)}) == 1:
@@ -212,13 +218,13 @@ class Content:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """Where each layer of a model stands.
+    """The place of each layer of a model.
 
     Attributes:
-      plan: layers of each stage, dense ones included.
+      plan: the number of layers of each stage, dense ones included.
       contents: what each stage holds.
-      rows: int32 [P, slots], which row of the routers' figures a stage's slot belongs to: layers with experts in
-        model order, then modules of multi-token prediction; -1 where a stage has fewer than the most.
+      rows: int32 [P, slots], the row of the routers' figures that a stage's slot belongs to: layers with experts in
+        model order, then modules of multi-token prediction; -1 for slots that a stage leaves empty.
     """
 
     plan: tuple[int, ...]
@@ -231,7 +237,7 @@ class Layout:
 
     @property
     def alike(self) -> dict[str, str]:
-        """Kinds between the ends with as many layers of each sort as an earlier one, of which each names that one."""
+        """For each kind between the ends that has as many layers of both sorts as an earlier one: the earlier kind."""
         first: dict[tuple[int, int], str] = {}
         between = list(zip(self.kinds, self.contents, strict=True))[1:-1]
         likes = {kind: first.setdefault((len(c.dense), c.num_moe), kind) for kind, c in between}
@@ -244,7 +250,11 @@ class Layout:
 
 
 def lay_out(config: Config, plan: Sequence[int]) -> Layout:
-    """Give each layer of a plan its place; a ValueError if shares do not add up, or no layer has experts."""
+    """Give each layer of a plan its place.
+
+    Raises:
+      ValueError: the numbers of layers do not add up to the model's or one is negative, or no layer has experts.
+    """
     _check(config, plan)
     contents = _contents(config, plan)
     used = [content.num_moe + content.last * config.num_mtp_layers for content in contents]

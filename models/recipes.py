@@ -1,11 +1,11 @@
-"""How models are trained, as data: optimizer, schedules, factors of the losses.
+"""Training recipes as data: optimizer, schedules, factors of the losses.
 
-From DeepSeek-V3 (arXiv:2412.19437, section 4.2), DeepSeek-V2 and V2-Lite (arXiv:2405.04434, sections 3.1 and B.1), and
-rules of our own for small models on short runs, which benchmarks/learning_rates.py tries::
+They are those of DeepSeek-V3 (arXiv:2412.19437, section 4.2) and of DeepSeek-V2 and V2-Lite (arXiv:2405.04434, sections
+3.1 and B.1), and rules of our own for small models on short runs, which benchmarks/learning_rates.py tries::
 
     recipe = recipes.v3()
     recipe.learning_rate(step)      # and bias_rate, mtp_weight: functions of the step, which may be traced
-    recipe.batch_size(step)         # sequences; of a step on the host, for it is a shape
+    recipe.batch_size(step)         # in sequences; the step must be an int on the host, since this is a shape
     recipes.of("small", config)     # by the names of models.MODELS
 """
 
@@ -24,12 +24,12 @@ from models.config import Config
 
 
 class Phase(NamedTuple):
-    """A stretch of training.
+    """A phase of training, and the course of one value in it.
 
     Attributes:
-      until: tokens trained on when it ends.
+      until: the number of tokens trained on when the phase ends.
       start: the value at its start.
-      end: that at its end, along half a cosine; None for ``start`` throughout.
+      end: the value at its end, reached along half a cosine; None for ``start`` throughout.
     """
 
     until: float
@@ -39,26 +39,30 @@ class Phase(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """One training run; its schedules go by tokens.
+    """One training run; its schedules are functions of the number of tokens.
 
     Attributes:
-      source: who says so.
+      source: the publication or the trials that it comes from.
       config: the model.
-      tokens: to train on.
+      tokens: the number of tokens to train on.
       rates: the learning rate; the first phase begins where the warmup ends.
-      bias_rates: how fast the selection biases move, see ``models.moe.update_bias``; 0 for not at all.
-      mtp_weights: the factor of multi-token prediction.
-      balance_factor: that of the balance loss.
-      sequence: tokens of a sequence.
-      warmup: steps in which the learning rate rises from 0.
-      first_batch: sequences of the first step.
-      batch: those of a step once ``ramp`` tokens are done, linear in tokens till then.
-      ramp: see there; 0 for ``batch`` from the start.
-      batch_multiple: batches are cut down to a multiple of this, as microbatches and devices want it.
-      b1: of AdamW.
-      b2: the same.
-      weight_decay: the same; norms and biases do not decay.
-      clip: largest norm of all gradients together.
+      bias_rates: the step size of the selection biases, see ``models.moe.update_bias``; 0 to keep them fixed.
+      mtp_weights: the factor of the multi-token prediction losses.
+      balance_factor: the factor of the balance loss.
+      sequence: the number of tokens of a sequence.
+      warmup: the number of steps in which the learning rate rises from 0.
+      first_batch: the number of sequences of the first step.
+      batch: the number of sequences of a step after ``ramp`` tokens; until then it grows linearly in tokens.
+      ramp: the number of tokens over which the batch grows; 0 for ``batch`` from the start.
+      batch_multiple: batches are rounded down to a multiple of this, as microbatches and devices need it.
+      b1: AdamW's b1.
+      b2: AdamW's b2.
+      weight_decay: AdamW's weight decay; norms and biases do not decay.
+      clip: the largest norm of all gradients together.
+
+    Raises:
+      ValueError: the phases do not rise and end with ``tokens``, or ``batch_multiple`` is below 1 or above the smallest
+        batch.
     """
 
     source: str
@@ -92,19 +96,19 @@ class Recipe:
 
     @property
     def num_steps(self) -> int:
-        """Steps until all tokens are done, the last one perhaps beyond."""
+        """The number of steps until all tokens are trained on; the last step may go beyond them."""
         steps, tokens, each = self._ramp
         row = bisect.bisect_right(tokens, self.tokens) - 1
         return steps[row] + int(np.ceil((self.tokens - tokens[row]) / each[row]))
 
     def batch_size(self, step: int) -> int:
-        """Return the sequences of a step, numbered from 0."""
+        """Return the number of sequences of a step; steps are numbered from 0."""
         steps, _, each = self._ramp
         return each[bisect.bisect_right(steps, step) - 1] // self.sequence
 
     def tokens_before(self, step: Any) -> Array:
         steps, tokens, each = self._ramp
-        # A ramp that grows beyond what int32 counts grows in no run.
+        # No run has so many steps that int32 cannot count them: what a ramp does after that does not matter.
         begins = jnp.asarray(np.minimum(steps, np.iinfo(np.int32).max), jnp.int32)
         step = jnp.asarray(step)
         row = jnp.searchsorted(begins, step, side="right") - 1
@@ -112,30 +116,30 @@ class Recipe:
         return before + (step - begins[row]).astype(jnp.float32) * rate
 
     def count_tokens(self, step: int) -> int:
-        """Return the same of a step on the host, exactly."""
+        """Return the number of tokens before a step, exactly; the step is an int on the host."""
         steps, tokens, each = self._ramp
         row = bisect.bisect_right(steps, step) - 1
         return tokens[row] + (step - steps[row]) * each[row]
 
     def learning_rate(self, step: Any) -> Array:
-        """Return the learning rate of a step, float32: that of the first is not 0, the last one has the final rate."""
+        """Return the learning rate of a step, float32: not 0 for the first step, the final rate for the last one."""
         done = jnp.asarray(step) + 1
         warm = jnp.minimum(done.astype(jnp.float32) / max(self.warmup, 1), 1)
         return warm * _value(self.rates, self.tokens_before(done), float(self.count_tokens(self.warmup)))
 
     def bias_rate(self, step: Any) -> Array:
-        """Return how far a step moves the selection biases, float32."""
+        """Return the size of a step's change of the selection biases, float32."""
         return _value(self.bias_rates, self.tokens_before(step))
 
     def mtp_weight(self, step: Any) -> Array:
-        """Return a step's factor of multi-token prediction, float32; for a batch's "mtp_weight"."""
+        """Return a step's factor of the multi-token prediction losses, float32; for "mtp_weight" in a batch."""
         return _value(self.mtp_weights, self.tokens_before(step))
 
     @functools.cached_property
     def _ramp(self) -> tuple[list[int], list[int], list[int]]:
-        """Where batches of another size begin: the step, the tokens before it, and the tokens of each from there on.
+        """For each batch size: the first step that has it, the tokens before that step, and the tokens of a step.
 
-        The ramp may have any number of steps; of sizes it has few.
+        A ramp may have any number of steps, but has few sizes.
         """
         rows = [(0, 0, self._batch_after(0) * self.sequence)]
         while (last := rows[-1])[1] < self.ramp:
@@ -180,7 +184,7 @@ def v3(**changes: Any) -> Recipe:
 
 
 def v2(**changes: Any) -> Recipe:
-    """DeepSeek-V2: 8.1T tokens. Of its three balance losses the one over experts is built."""
+    """DeepSeek-V2: 8.1T tokens. Of its three balance losses only the one over experts is implemented."""
     recipe = Recipe(
         source="DeepSeek-V2, arXiv:2405.04434, section 3.1",
         config=configs.v2(),
@@ -211,7 +215,7 @@ def v2_lite(**changes: Any) -> Recipe:
 
 
 def ours(config: Config, **changes: Any) -> Recipe:
-    """A small model on a short run: the rate by its width, a cosine to a tenth, biases that move fast enough."""
+    """A small model on a short run: learning rate by the width, a cosine to a tenth, biases that move fast enough."""
     tokens, rate = 1e6, rate_for(config.dim)
     recipe = Recipe(
         source="our own, tried at widths 64 to 512",
@@ -234,10 +238,10 @@ def rate_for(dim: int) -> float:
 
 
 def of(name: str, config: Config) -> Recipe:
-    """Return the recipe of a model of ``models.MODELS``, with ``config`` for its numbers.
+    """Return the recipe of a model of ``models.MODELS``, with ``config`` as the model.
 
-    A model that is published with a recipe has that one. If another width is given, its learning rate follows
-    ``rate_for``, and so it does for "67b-a2b", which has V3's recipe else.
+    A model that is published with a recipe gets that recipe. If ``config`` has another width, the learning rate follows
+    ``rate_for``. So it does for "67b-a2b", which otherwise has V3's recipe.
     """
     published = {"v3": v3, "v2": v2, "v2-lite": v2_lite, "67b-a2b": v3}
     if name not in published:
@@ -251,7 +255,7 @@ def of(name: str, config: Config) -> Recipe:
 
 
 def in_proportion(recipe: Recipe, tokens: float, rate: float, config: Config, **changes: Any) -> Recipe:
-    """Return the recipe for another model: its phases in proportion to tokens, its rates to the highest."""
+    """Return the recipe for another model: phases scaled to ``tokens``, learning rates scaled to at most ``rate``."""
     scale, highest = tokens / recipe.tokens, max(phase.start for phase in recipe.rates)
 
     def scaled(phases: Sequence[Phase], factor: float = 1.0) -> tuple[Phase, ...]:
@@ -273,7 +277,7 @@ def in_proportion(recipe: Recipe, tokens: float, rate: float, config: Config, **
 
 
 def _steps(tokens: float, rate: float, where: tuple[float, float]) -> tuple[Phase, ...]:
-    """The rate, 0.316 of it, and 0.316 of that, as V2 has it."""
+    """Return phases of ``rate``, 0.316 of it, and 0.316 of that, as in V2; ``where``: fractions of the tokens."""
     first, second = where
     return Phase(first * tokens, rate), Phase(second * tokens, 0.316 * rate), Phase(tokens, 0.316**2 * rate)
 
@@ -283,7 +287,7 @@ def _rises(until: list[float], tokens: float) -> bool:
 
 
 def _value(phases: Sequence[Phase], tokens: Array, begin: float = 0.0) -> Array:
-    """The value in the phase that the tokens are in, or at the end of the last."""
+    """Return the value after so many tokens, float32; after the last phase, the value at its end."""
     found = jnp.float32(phases[0].start)
     for phase in phases:
         end = phase.start if phase.end is None else phase.end

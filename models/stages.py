@@ -1,4 +1,4 @@
-"""What a stage of DeepSeek-V3 computes: its layers, and at the last one the losses of every depth.
+"""What a stage of DeepSeek-V3 computes: its layers, and on the last stage the losses of every depth of prediction.
 
 Shape suffixes: B batch, S sequence, T tokens, D model dim, V vocabulary, E experts, X devices of the experts' axis.
 """
@@ -24,7 +24,7 @@ def head_kernel(config: Config, shared: Tree) -> Array:
 
 
 def only_stage(params: Tree, who: str) -> Tree:
-    """Params of the one stage that there must be."""
+    """Return the params of the only stage, without the stage dim; a ValueError if there are several stages."""
     num_stages = len(params["stages"]["routing"]["row"])
     if num_stages != 1:
         raise ValueError(f"{who}: params are of {num_stages} stages, must be of 1: deepseek(config, 1).init")
@@ -33,7 +33,7 @@ def only_stage(params: Tree, who: str) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class Runs:
-    """Makes stage functions; ``axis`` is what embedding and head are shared out over."""
+    """Makes the functions of stages; ``axis`` is the mesh axis over which embedding and head are sharded."""
 
     config: Config
     dense: Callable[..., Array]
@@ -70,12 +70,12 @@ class Runs:
         self, own: Tree, slot: int, x_BSD: Array, batch: Tree, live_BS: Array | None
     ) -> tuple[Array, Load]:
         bias_E = jax.lax.stop_gradient(own["routing"]["bias"][slot])
-        # A table for each device of the experts' axis, of which this one has its own.
+        # There is one table for each device of the experts' axis; index 0 is this device's own.
         copies_EX = own["routing"]["copies"][slot, 0] if "copies" in own["routing"] else None
         return self.block(own["layers"][slot], x_BSD, bias_E, *_where(batch), live_BS, copies_EX)
 
     def _ends(self, own: Tree, shared: Tree, x_BSD: Array, batch: Tree, loads: list[Load]) -> Out:
-        """Adds the last stage's losses, and to ``loads`` those of multi-token prediction."""
+        """Return the last stage's output with its losses; append the loads of multi-token prediction to ``loads``."""
         normed_BSD = self.norm(shared["norm"], x_BSD)
         out = Out(normed_BSD)
         if "targets" not in batch:
@@ -84,7 +84,9 @@ class Runs:
         losses = {"lm": masked_mean(nll_BS, counted_BS)}
         metrics: dict[str, Array] = {"tokens": jnp.sum(counted_BS, dtype=jnp.int32)}
         if self.balance_factor:
-            metrics["sequences"] = jnp.int32(nll_BS.shape[0])  # here, once, even if no expert is
+            metrics["sequences"] = jnp.int32(
+                nll_BS.shape[0]
+            )  # counted once, here, even if this stage has no experts
         sums, numbers = [], []
         hidden_BSD = normed_BSD if self.mtp_after_norm else x_BSD
         for depth in range(1, self.config.num_mtp_layers + 1):

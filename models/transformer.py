@@ -29,15 +29,16 @@ from models.vocabulary import BLOCK
 _DEAR = "middle", "latents", "attended", "routing", "hidden"
 
 recompute_wide = jax.checkpoint_policies.save_only_these_names(*_DEAR)
-"""A policy of ``jax.checkpoint``: of a layer keep what is dear and narrow, and compute again what is wide: heads from
-latents, norms, rows as they were dispatched, which costs an all_to_all, and the hidden layer of a dense layer, for few
-layers are dense, and each rank would have slots for it."""
+"""A policy of ``jax.checkpoint`` that keeps the arrays of a layer that are expensive and narrow.
+
+Wide arrays are computed again: heads from latents, norms, dispatched rows (which costs an all_to_all), and the hidden
+activations of a dense layer: few layers are dense, but every rank would have slots for them."""
 
 recompute_local = jax.checkpoint_policies.save_only_these_names(*_DEAR, "dispatched")
-"""The same, but what came from other devices is kept: nothing is sent again."""
+"""Like ``recompute_wide``, but rows from other devices are kept, too: nothing is sent again."""
 
 recompute_keys = jax.checkpoint_policies.save_only_these_names(*_DEAR, "dispatched", "queries")
-"""The same, and queries are kept: of the heads it is keys and values that are computed again."""
+"""Like ``recompute_local``, but queries are kept, too: of the heads, only keys and values are computed again."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,13 +47,14 @@ class Model:
 
     Attributes:
       config: the model's numbers.
-      layout: which layer stands where.
-      staged: the model as the engine sees it.
+      layout: the place of each layer.
+      staged: the model in the form that the engine takes.
       init: ``init(key) -> params``, float32; the same weights for every plan. Slots that a stage leaves empty are
-        zeros, which no gradient moves.
-      param_specs: for each leaf of params, for those of stages without the stage dim, how it lies on the expert axis.
-      compute_dtype: of leaves that are only ever read in another dtype than their own, which; a prefix of params for
-        ``Pipeline(compute_dtype=...)``.
+        zeros, which no gradient changes.
+      param_specs: the PartitionSpec of each leaf of params over the expert axis; for leaves of stages without the stage
+        dim.
+      compute_dtype: the dtype in which a leaf is read, for leaves that are only read in another dtype than their own;
+        None for other leaves. It is a prefix of params for ``Pipeline(compute_dtype=...)``.
     """
 
     config: Config
@@ -80,40 +82,41 @@ def deepseek(
     kernels: Kernels = AUTO,
     platform: Literal["cpu", "gpu", "tpu"] | None = None,
 ) -> Model:
-    """Build the model, cut into stages.
+    """Build the model, divided into stages.
 
     Its batch is described in ``models.objective``. Its losses are "lm", the mean cross entropy of the targets that
-    count; "mtp_1" and so on, that of each depth of multi-token prediction, times ``mtp_weight`` over their number; and
-    "balance", the mean over sequences of the sum over layers of ``models.moe.sequence_balance``, times
-    ``balance_factor``. Without "targets" in the batch there are none of the first two. The last stage's x is what the
-    final norm returns.
+    count; "mtp_1" and so on, the mean cross entropy of each depth of multi-token prediction, times ``mtp_weight``
+    divided by the number of depths; and "balance", the mean over sequences of the sum over layers of
+    ``models.moe.sequence_balance``, times ``balance_factor``. Without "targets" in the batch there is only "balance".
+    The last stage's x is the result of the final norm.
 
-    Its metrics: "counts", int32 [R, E], live tokens that chose each expert: a row for each layer with experts in model
-    order, then one for each module of multi-token prediction; "dropped", int32, choices without room at their expert;
-    "tokens", int32, targets that counted; "mtp_nll" and "mtp_tokens", float32 and int32 [depths], the sum of each
-    depth's cross entropies and how many they are; "balance", float32, the sum of sequences' balance losses without
-    factor, and "sequences", int32, their number. See ``figures``. Experts may lie otherwise than in order, see
-    ``models.placement``; then there is "devices", int32 [R, N], live tokens' choices that each device worked on.
+    Its metrics: "counts", int32 [R, E], the number of live tokens that chose each expert, with a row for each layer
+    with experts in model order, then one for each module of multi-token prediction; "dropped", int32, the number of
+    choices without room at their expert; "tokens", int32, the number of targets that counted; "mtp_nll" and
+    "mtp_tokens", float32 and int32 [depths], the sum of each depth's cross entropies and their number; "balance",
+    float32, the sum of sequences' balance losses without factor, and "sequences", int32, their number. See
+    ``figures``. If experts do not lie in order, see ``models.placement``, there is also "devices", int32 [R, N], the
+    number of live tokens' choices that each device worked on.
 
     Args:
-      config: the numbers; ``config.num_mtp_layers`` modules of multi-token prediction.
-      stages: layers of each stage, see ``layer_plan``; or how many stages, for its default.
-      ep_axis: the mesh axis that the experts, the embedding's width and the head's words are shared out over, or two,
-        (nodes, devices of a node), for dispatch in two hops; None if each device has all. Tied, embedding and head
-        stay whole.
-      dispatch: see ``models.moe.Dispatch``.
-      capacity_factor: the same; None drops nothing.
-      payload: the same.
-      mtp_weight: the paper's lambda: 0.3, later 0.1. A batch that has "mtp_weight" overrules it, so that it changes
-        with no new compilation.
-      mtp_after_norm: whether modules of multi-token prediction hear the hidden state behind the final norm, as
-        published weights want it, or before.
+      config: the model's numbers; it has ``config.num_mtp_layers`` modules of multi-token prediction.
+      stages: the number of layers of each stage, see ``layer_plan``; or the number of stages, for that function's plan.
+      ep_axis: the mesh axis over which the experts, the embedding's width and the head's words are sharded; or two
+        axes, (nodes, devices of a node), for dispatch in two hops; None if each device has all. If embedding and head
+        are tied, they stay whole.
+      dispatch: the ``method`` of ``models.moe.Dispatch``.
+      capacity_factor: the ``factor`` of ``models.moe.Dispatch``; None drops nothing.
+      payload: the ``payload`` of ``models.moe.Dispatch``.
+      mtp_weight: the paper's lambda: 0.3, later 0.1. "mtp_weight" in a batch overrides it, so that it can change
+        without a new compilation.
+      mtp_after_norm: whether modules of multi-token prediction take the hidden state after the final norm, as
+        published weights need it, or before.
       balance_factor: the paper's alpha; 0 for no such loss, and none of its cost.
-      remat: a ``jax.checkpoint`` policy for each layer, such as ``recompute_keys`` or
-        ``jax.checkpoint_policies.nothing_saveable``; None to keep what the backward needs.
-      loss_block: tokens of a device whose logits stand at once, at most.
-      kernels: what computes attention and the experts' matmuls.
-      platform: what the functions will be compiled for; None is JAX's default backend.
+      remat: a ``jax.checkpoint`` policy for each layer, for example ``recompute_keys`` or
+        ``jax.checkpoint_policies.nothing_saveable``; None to keep all that the backward needs.
+      loss_block: the largest number of a device's tokens whose logits are in memory at once.
+      kernels: the programs that compute attention and the experts' matmuls.
+      platform: the platform that the functions will be compiled for; None is JAX's default backend.
 
     Raises:
       ValueError: the plan does not fit the layers.
@@ -172,10 +175,11 @@ def update_routing(params: Tree, counts_RE: Array, rate: float | Array, *, cente
     """Return params with every layer's selection bias moved by the counts of one whole step.
 
     Args:
-      params: as init made them, or with "stages" placed by the engine: a slot knows its row of the counts.
-      counts_RE: the metric "counts" of the whole step.
+      params: as ``init`` makes them, or with "stages" placed by the engine: each slot has the number of its row of the
+        counts.
+      counts_RE: int32, the metric "counts" of the whole step.
       rate: see ``models.moe.update_bias``.
-      center: the same.
+      center: see ``models.moe.update_bias``.
     """
 
     def move(stages: Tree) -> Tree:
@@ -192,7 +196,7 @@ def update_routing(params: Tree, counts_RE: Array, rate: float | Array, *, cente
 
 
 def figures(losses: Tree, metrics: Tree) -> dict[str, Array]:
-    """Return a step's mean losses without their factors: "lm", "mtp" [depths], "balance" a layer; float32."""
+    """Return a step's mean losses without their factors: "lm", "mtp" [depths], "balance" per layer; float32."""
     found = {"lm": losses["lm"]} if "lm" in losses else {}
     if "mtp_nll" in metrics:
         found["mtp"] = metrics["mtp_nll"] / jnp.maximum(metrics["mtp_tokens"], 1).astype(jnp.float32)

@@ -1,9 +1,9 @@
-"""The two matrices as tall as the vocabulary, cut over the expert axis, and the loss that they end in.
+"""Embedding and output projection, the two matrices as large as the vocabulary, sharded over the expert axis; the loss.
 
-Every device of the axis has tokens of its own, so what travels are activations, never the matrices. The embedding is
-cut along its width: a device looks up its part of every device's rows, and one all_to_all brings home what is wanted,
-B * S * D numbers and no more. The output projection is cut along the vocabulary: tokens of all devices meet the
-words of each, in blocks, and of their logits only two numbers a token come home.
+Every device of the axis has tokens of its own, so activations are sent, never the matrices. The embedding is sharded
+along its width: a device looks up its part of every device's rows, and one all_to_all returns the wanted parts to each
+device, B * S * D numbers and no more. The output projection is sharded along the vocabulary: each device computes the
+logits of all devices' tokens for its own words, in blocks, and returns only two numbers per token.
 
 Shape suffixes: B batch, S sequence, T tokens, D model dim, V vocabulary (here: this device's part), N devices of the
 axis.
@@ -19,19 +19,20 @@ from dualpipe_jax.parallel.expert_plan import Axis
 from dualpipe_jax.varying import vary_alike
 
 BLOCK = 512
-"""Tokens of a device whose logits stand at once: with 129,280 words 265 MB in float32, however many devices."""
+"""The number of a device's tokens whose logits are in memory at once: with 129,280 words they take 265 MB in float32,
+for any number of devices."""
 
 
 def look_up(table_VD: Array, tokens_BS: Array, dtype: jnp.dtype, axis: Axis | None = None) -> Array:
     """Return tokens' rows of the embedding, [B, S, D] in ``dtype``.
 
-    Its gradient is summed in float32, and comes out the same to the last bit wherever it is computed again.
+    The table's gradient is summed in float32, and is the same to the last bit each time that it is computed.
 
     Args:
-      table_VD: all words; with an axis, this device's part of the width.
+      table_VD: the rows of all words; with an axis, this device's part of their width.
       tokens_BS: int, this device's tokens, each from 0 to V - 1.
-      dtype: of the result.
-      axis: the mesh axis or axes that share out the width; None where the table is whole.
+      dtype: the dtype of the result.
+      axis: the mesh axis or axes over which the width is sharded; None if the table is whole.
     """
     if axis is None:
         return _rows(*vary_alike((table_VD, tokens_BS))).astype(dtype)
@@ -50,9 +51,9 @@ def _rows_fwd(table_VD: Array, tokens: Array) -> tuple[Array, tuple[Array, Array
 
 
 def _rows_bwd(saved: tuple[Array, Array], d_rows: Array) -> tuple[Array, None]:
-    """Sum a word's gradients in float32, in an order of its own: a GPU's scatter adds in any, never the same twice.
+    """Sum each word's gradients in float32 in a fixed order; a GPU's scatter adds in an order that changes every time.
 
-    Sorted, a word's tokens lie side by side, and a scan that begins anew with each word has its sum at the last.
+    The tokens are sorted by word, and a scan that starts again at each word has the word's sum at its last token.
     """
     table_VD, tokens = saved
     V, D = table_VD.shape
@@ -63,7 +64,7 @@ def _rows_bwd(saved: tuple[Array, Array], d_rows: Array) -> tuple[Array, None]:
     wide_TD = d_rows.reshape(-1, D)[order_T].astype(jnp.float32)
     _, sums_TD = lax.associative_scan(_add_within, (first_T[:, None], wide_TD))
     place_T = jnp.where(jnp.roll(first_T, -1), words_T, V + jnp.arange(len(words_T), dtype=jnp.int32))
-    # Added, though nothing is there: XLA then adds these rows to the sum of microbatches, not a whole table of zeros.
+    # "add" to zeros, not "set": XLA then adds only these rows to the sum over microbatches, not a whole table.
     d_VD = jnp.zeros((V, D), jnp.float32).at[place_T].add(sums_TD, mode="drop", unique_indices=True)
     return d_VD.astype(table_VD.dtype), None
 
@@ -79,20 +80,20 @@ _rows.defvjp(_rows_fwd, _rows_bwd)
 def cross_entropy(
     x_TD: Array, kernel_DV: Array, targets_T: Array, axis: Axis | None = None, block: int = BLOCK
 ) -> Array:
-    """Return each token's cross entropy in nats, float32 [T]; in blocks, both ways.
+    """Return each token's cross entropy in nats, float32 [T]; forward and backward run in blocks of tokens.
 
-    Logits are float32 from operands of x's dtype; so are, in the backward, the gradients' operands, while the
-    kernel's gradient is summed in its own dtype. A block's logits are computed again for the backward.
+    Logits are float32, from operands of x's dtype. In the backward the operands of the gradients have x's dtype, too,
+    while the kernel's gradient is summed in the kernel's dtype. A block's logits are computed again for the backward.
 
     Args:
-      x_TD: what the head's norm returned.
+      x_TD: the result of the head's norm.
       kernel_DV: float32; with an axis, this device's part of the words.
       targets_T: int; a token whose target is no word gets the log of its partition function.
-      axis: the mesh axis or axes that share out the words; None where the kernel is whole.
-      block: tokens of a device whose logits stand at once, at most.
+      axis: the mesh axis or axes over which the words are sharded; None if the kernel is whole.
+      block: the largest number of a device's tokens whose logits are in memory at once.
     """
     one_block = jax.checkpoint(functools.partial(_cross_entropy, axis=axis))
-    targets_T = targets_T.astype(jnp.int32)  # words are counted in it, and 16 bits do not hold them all
+    targets_T = targets_T.astype(jnp.int32)  # it is compared with word numbers, which 16 bits do not hold
     T, D = x_TD.shape
     num_blocks = -(-T // block)
     if num_blocks == 1:
