@@ -1,4 +1,4 @@
-"""Published checkpoints: DeepSeek-V3 and V2 in Hugging Face's layout, in and out."""
+"""Reading and writing published checkpoints: DeepSeek-V3 and V2 in Hugging Face's layout."""
 
 from models.weights.errors import WeightsError
 from models.weights.reading import inspect, load, open_lazily

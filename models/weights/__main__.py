@@ -1,4 +1,4 @@
-"""``python -m models.weights IN OUT``: a published checkpoint to our own files, and back."""
+"""``python -m models.weights IN OUT``: convert a published checkpoint to our own files, or back."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from models.weights.errors import WeightsError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line. Returns the exit code: 2 for a folder that will not do."""
+    """Run from the command line. Returns the exit code: 2 for a folder that cannot be read or written."""
     options = tyro.cli(Options, prog="scripts/convert", args=arguments)
     try:
         print(convert(options))

@@ -1,6 +1,6 @@
-"""A published ``config.json`` to a ``Config`` and back.
+"""Conversion of a published ``config.json`` to a ``Config`` and back.
 
-``model_type`` "deepseek_v3" has sigmoid scores and a selection bias, "deepseek_v2" softmax scores and none.
+``model_type`` "deepseek_v3" has sigmoid scores and a selection bias, "deepseek_v2" softmax scores and no bias.
 """
 
 import dataclasses
@@ -29,20 +29,20 @@ SIZES = {
     "n_routed_experts": "num_experts",
     "num_experts_per_tok": "top_k",
 }
-"""Their name -> ours, of whole numbers that must be there."""
+"""The published name of each required whole number -> ours."""
 
 DECIDED = {
     "deepseek_v3": ("routed_scaling_factor", "n_group", "topk_group", "n_shared_experts"),
     "deepseek_v2": ("routed_scaling_factor", "n_shared_experts"),
 }
-"""What the formats' implementations have each a default of their own for, which is not nothing: it must be there."""
+"""The keys that each format requires: its implementation has defaults of its own for them, which are not "none"."""
 
 NUMBERS = {
     "routed_scaling_factor": "routed_scale",
     "rms_norm_eps": "norm_eps",
     "initializer_range": "init_std",
 }
-"""The same, of numbers that may be missing."""
+"""The published name of each number that may be missing -> ours."""
 
 ONLY = {
     "hidden_act": ("silu",),
@@ -51,7 +51,7 @@ ONLY = {
     "mlp_bias": (False, None),
     "pretraining_tp": (1, None),
 }
-"""What we have one form of: any other value would be another model."""
+"""The values that our model supports, by key; any other value would be another model."""
 
 YARN = {
     "factor": "yarn_factor",
@@ -60,16 +60,18 @@ YARN = {
     "mscale": "yarn_mscale",
     "mscale_all_dim": "yarn_mscale_all_dim",
 }
+"""The published name of each parameter of YaRN -> ours."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """What a ``config.json`` says.
+    """The contents of a ``config.json``.
 
     Attributes:
-      config: the model, ``num_mtp_layers`` as announced; checkpoints announce layers that they do not have.
-      rope_interleave: whether rotated pairs are neighbours; if not, they are half the rotated part apart.
-      fp8_block: rows and columns that share a scale, in a checkpoint quantised to FP8; None in others.
+      config: the model, with ``num_mtp_layers`` as announced; checkpoints may announce layers that they do not have.
+      rope_interleave: whether the two numbers of a rotated pair are neighbours; if not, they are half the rotated part
+        apart.
+      fp8_block: the numbers of rows and columns that share a scale, in a checkpoint quantised to FP8; None in others.
     """
 
     config: Config
@@ -81,7 +83,7 @@ def from_json(data: Mapping[str, Any]) -> Published:
     """Read a published configuration.
 
     Raises:
-      WeightsError: keys are missing, or ask for what the model does not have; all of them are listed.
+      WeightsError: keys are missing, or have values that the model does not support; all of them are listed.
     """
     wrong: list[str] = []
     values = _sizes(data, wrong) | _routing(data, wrong) | _rope(data, wrong)
@@ -119,10 +121,10 @@ def from_json(data: Mapping[str, Any]) -> Published:
 
 
 def to_json(config: Config, dtype: str) -> dict[str, Any]:
-    """Write a configuration as published ones are, for tensors of ``dtype``.
+    """Return a configuration in the published format, for tensors of ``dtype``.
 
     Raises:
-      WeightsError: the published formats have no such model; everything that they lack is listed.
+      WeightsError: the published formats have no such model: softmax scores divided by their sum.
     """
     v3 = config.score == "sigmoid"
     if not v3 and config.normalize_top_k:
@@ -212,7 +214,7 @@ _ROPE_NUMBERS = (*YARN, "rope_theta", "original_max_position_embeddings", "atten
 
 
 def _scaling(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The rotation's parameters, wherever this version of the format has them."""
+    """Return the parameters of the rotary embedding, from the key where this version of the format has them."""
     found = data.get("rope_parameters") or data.get("rope_scaling") or {}
     return found if isinstance(found, Mapping) else {}
 
@@ -266,7 +268,7 @@ def _yarn(config: Config) -> dict[str, Any] | None:
     if config.yarn_factor <= 1:
         return None
     numbers = {key: float(getattr(config, ours)) for key, ours in YARN.items()}
-    given = {key: value for key, value in numbers.items() if value}  # an mscale of 0 is one that is not given
+    given = {key: value for key, value in numbers.items() if value}  # an mscale of 0 means that none is given
     return {"type": "yarn", **given, "original_max_position_embeddings": config.yarn_original_seq}
 
 

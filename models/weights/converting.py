@@ -1,4 +1,4 @@
-"""From one form of a checkpoint to the other, with a progress bar."""
+"""Conversion of a checkpoint from one format to the other, with a progress bar."""
 
 import dataclasses
 import shutil
@@ -24,39 +24,40 @@ from models.weights.settings import read_settings
 from models.weights.writing import save
 
 COPIED = (*tokenizer.FILES, "generation_config.json")
-"""Files that go along as they are; code is never among them."""
+"""Files that are copied unchanged. None of them is code."""
 
 OWN = ("quantization_config", "rope_parameters", "torch_dtype", "dtype", "transformers_version", "auto_map")
-"""Settings of the folder that was read, not of the model."""
+"""Settings in ``config.json`` that describe the folder that was read, not the model, and so are not copied."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Convert a checkpoint: Hugging Face's layout (config.json, *.safetensors) to our own files, and those to it.
+    """Convert a checkpoint from Hugging Face's layout (config.json, *.safetensors) to our own files, or back.
 
-    Our own are a folder that Orbax writes: what this wrote, or a step of a run, runs/NAME/checkpoints/STEP. FP8 is
-    multiplied out. The tokenizer and the settings that the model does not know go along.
+    Our own files are a folder that Orbax writes: one that this command wrote, or a step of a run,
+    runs/NAME/checkpoints/STEP. FP8 numbers are multiplied by their scales. The tokenizer and settings that the model
+    does not know are copied.
     """
 
     source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="IN")]
     """Folder to read."""
     target: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
-    """Folder to write; must not be there."""
+    """Folder to write; it must not exist yet."""
     to: Literal["other", "huggingface", "orbax"] = "other"
-    """What to write; other is whichever IN is not."""
+    """Format to write; other is the format that IN does not have."""
     dtype: Literal["as-is", "float32", "bfloat16"] = "as-is"
-    """The dtype of Hugging Face's tensors; as-is is what the model computes in. Ours are float32."""
+    """Dtype of Hugging Face's tensors; as-is is the dtype that the model computes in. Our own are float32."""
     file_gb: float = 5.0
-    """Gigabytes of a file of Hugging Face's tensors."""
+    """Largest size in gigabytes of a file of Hugging Face's tensors; a single tensor may be larger."""
     mtp: bool = True
-    """Whether modules of multi-token prediction go along."""
+    """Whether to copy modules of multi-token prediction, too."""
 
 
 def convert(options: Options) -> str:
-    """Do what the options say; returns what was done, in a line.
+    """Convert a checkpoint as the options say; return a line that says what was done.
 
     Raises:
-      WeightsError: IN is no checkpoint, or OUT is there already.
+      WeightsError: IN is not a checkpoint, or OUT exists already.
     """
     source, target = options.source, options.target
     if target.exists():
@@ -76,7 +77,7 @@ def convert(options: Options) -> str:
         native.write(target, config, params, settings)
     else:
         _publish(options, config, params, settings)
-    run = source.parent.parent  # of a step of the trainer's: its tokenizer lies there
+    run = source.parent.parent  # the run's folder, if IN is a step of the trainer: the tokenizer lies there
     for name in COPIED:
         there = [
             folder / name
@@ -89,7 +90,7 @@ def convert(options: Options) -> str:
 
 
 def _without_mtp(config: Config, params: Tree) -> tuple[Config, Tree]:
-    """Params of one stage without modules of multi-token prediction, whose blocks are its last."""
+    """Return params of one stage without modules of multi-token prediction, whose blocks are its last layers."""
     kept, stages = config.num_moe_layers, params["stages"]
     routing = jax.tree.map(lambda leaf: leaf[:, :kept], stages["routing"])
     return dataclasses.replace(config, num_mtp_layers=0), {

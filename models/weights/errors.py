@@ -1,14 +1,14 @@
-"""What is wrong with a checkpoint, all of it at once."""
+"""The error that lists everything that is wrong with a checkpoint."""
 
 from collections.abc import Iterable
 
 
 class WeightsError(ValueError):
-    """A checkpoint that is no DeepSeek model, or a model that the published format cannot hold.
+    """The checkpoint is not a DeepSeek model, or the published format cannot hold the model.
 
     Attributes:
-      where: the folder, or what else is wrong.
-      complaints: each of them.
+      where: the folder, or the other thing that is wrong.
+      complaints: one text for each thing that is wrong.
     """
 
     def __init__(self, where: object, complaints: Iterable[str]):

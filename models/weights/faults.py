@@ -1,4 +1,4 @@
-"""What Orbax has to say of files that it cannot read or write, in a line."""
+"""Reports of Orbax about files that it cannot read or write, reduced to one line."""
 
 import functools
 import logging
@@ -11,13 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 RAISED = "Failed to json parse", "Failed to get metadata for", "TensorStore data files not found"
-"""What it logs, without a traceback, before it raises."""
+"""Words of the messages that Orbax logs without a traceback before it raises."""
 
 
 def reason(error: BaseException) -> str:
-    """Why, of an exception and those that led to it: the first one's kind and words, a line of at most 240 characters.
+    """Return, in one line, the type and message of the first of the exceptions that led to this one.
 
-    What TensorStore opened on the way, and how, is left out.
+    The message is cut to 200 characters. TensorStore's account of what it opened, and how, is left out.
     """
     while (
         earlier := error.__cause__ or (None if error.__suppress_context__ else error.__context__)
@@ -31,9 +31,9 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Print nothing of what Orbax raises as well: tracebacks in its log, and of the reads that it abandons.
+    """Print none of the errors that Orbax also raises: tracebacks in its log, and those of reads that it abandons.
 
-    For whoever says why, see ``reason``. All else is printed as before.
+    The caller reports the error itself, see ``reason``. Everything else is printed as before.
     """
     _ignore_abandoned_reads()
     logs = logging.getLogger("absl"), logging.getLogger()
@@ -47,8 +47,11 @@ def quiet() -> Iterator[None]:
 
 
 def _is_news(record: logging.LogRecord) -> bool:
-    """Whether it is more than what Orbax raises as well: told by the traceback, for a logger that is older than absl
-    takes absl's own file for that of whoever logs."""
+    """Return whether a log record says more than the error that Orbax also raises.
+
+    The traceback shows where the record comes from. Its ``pathname`` alone does not: a logger created before absl's
+    reports absl's own file as the caller's.
+    """
     error = record.exc_info[1] if record.exc_info else None
     if error is None:
         return not any(words in str(record.msg) for words in RAISED)
@@ -56,7 +59,7 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 
 def _is_awaited(record: logging.LogRecord) -> bool:
-    """Whether what asyncio says of a coroutine or a future that nobody awaits is of others than Orbax."""
+    """Return whether asyncio's message about something that nobody awaits concerns other code than Orbax's."""
     places = [record.getMessage(), *_files(record.exc_info[1] if record.exc_info else None)]
     return not any(name in place.lower() for name in ("orbax", "tensorstore", "ocdbt") for place in places)
 
@@ -69,7 +72,7 @@ def _files(error: BaseException | None) -> list[str]:
 
 @functools.cache
 def _ignore_abandoned_reads() -> None:
-    """Say nothing of reads that nobody awaits: where one fails Orbax waits for no other, and they end at any time."""
+    """Silence reads that nobody awaits: if one fails, Orbax does not wait for the others, which end at any time."""
     logging.getLogger("asyncio").addFilter(_is_awaited)
     warnings.filterwarnings("ignore", "coroutine '_read_array_index.*' was never awaited", RuntimeWarning)
     before = sys.unraisablehook

@@ -20,12 +20,13 @@ DTYPES: dict[str, Any] = {
     "BF16": ml_dtypes.bfloat16,
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
 }
+"""The NumPy type of each type of tensor that is read, by its name in safetensors files."""
 SCALE = "_scale_inv"
-"""Behind the name of a quantised tensor: that of its blocks' scales."""
+"""The suffix that makes the name of a quantised tensor's scales from the tensor's name."""
 
 
 class Stored(NamedTuple):
-    """Where a tensor lies: its file, the bytes in it, and what they are."""
+    """The place of a tensor: its file, the position of its first byte there, its dtype and shape."""
 
     file: Path
     start: int
@@ -42,7 +43,7 @@ class Folder:
 
     Attributes:
       tensors: every whole tensor by name.
-      complaints: files that are missing or damaged, tensors that are cut off or twice there.
+      complaints: texts about files that are missing or damaged, and tensors that are cut off or occur twice.
     """
 
     def __init__(self, path: Path):
@@ -101,12 +102,16 @@ class Folder:
         self.complaints += [f"{name}: missing, {index.name} names it" for name in sorted(wanted - there)]
 
     def named_in_complaints(self, name: str) -> bool:
-        """Whether a tensor has been complained about, so that it need not be called missing too."""
+        """Return whether a complaint names the tensor, so that it need not be called missing, too."""
         return any(complaint.startswith(f"{name}: ") for complaint in self.complaints)
 
 
 def read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """Return what a safetensors file says about its tensors, and where their data begin; or raises ValueError."""
+    """Return a safetensors file's table of tensors and the position of their first byte.
+
+    Raises:
+      ValueError: the file is cut off, or not in this format.
+    """
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -138,9 +143,9 @@ class Reader:
             os.close(self._descriptors.popitem()[1])
 
     def into(self, out: np.ndarray, name: str, order: np.ndarray | None = None) -> None:
-        """Write a tensor to ``out``, float32 of its shape, perhaps with its rows in another order.
+        """Write a tensor to ``out``, float32 of its shape, with its rows in the order ``order`` if that is given.
 
-        What is quantised is multiplied by the scale of its block; the last of a row or column may be partial.
+        A quantised tensor is multiplied by its blocks' scales; the last block of a row or column may be partial.
         """
         raw = self._raw(self.tensors[name])
         scales = self._raw(self.tensors[name + SCALE]) if name + SCALE in self.tensors else None
@@ -170,13 +175,13 @@ class Reader:
 
 
 ROWS = 64
-"""Rows that are converted at a time, so that they, transposed too, are written from a cache."""
+"""The number of rows that are converted at a time, so that even transposed they are written from a cache."""
 
 
 def widened(raw: np.ndarray) -> np.ndarray:
-    """Any of ``DTYPES`` as a new array of float32, exactly."""
+    """Convert an array of any of ``DTYPES`` to a new array of float32, exactly."""
     if raw.dtype == ml_dtypes.bfloat16:
-        # Its bits are a float32's upper half: twice as fast as the conversion.
+        # The bits of bfloat16 are the upper half of a float32: this is twice as fast as the conversion.
         wide = np.ascontiguousarray(raw).view(np.uint16).astype(np.uint32)
         wide <<= 16
         return wide.view(np.float32)
@@ -184,7 +189,7 @@ def widened(raw: np.ndarray) -> np.ndarray:
 
 
 def narrowed(wide: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 as "float32" or, rounded to nearest even, "bfloat16"; contiguous."""
+    """Convert float32 to "float32" or, rounded to nearest even, to "bfloat16"; the result is contiguous."""
     return np.ascontiguousarray(wide, np.float32 if dtype == "float32" else ml_dtypes.bfloat16)
 
 
@@ -194,7 +199,7 @@ def complaints_about(
     ignored: Iterable[str],
     fp8_block: tuple[int, int] | None,
 ) -> Iterator[str]:
-    """Compare a folder's tensors with the names and shapes of a model: missing, wrong or extra ones."""
+    """Compare a folder's tensors with a model's names and shapes; yield a text for each missing, wrong or extra one."""
     yield from folder.complaints
     known = set(ignored)
     for name, shape in wanted:

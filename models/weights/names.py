@@ -1,6 +1,6 @@
-"""Which published tensor is which part of our parameters: the one place that knows both trees.
+"""The part of our parameters for each published tensor: the one place that knows both trees.
 
-Ours, as ``models.deepseek(config, stages).init`` makes it; P stages, whose slots have layers with experts and
+Our tree, as ``models.deepseek(config, stages).init`` makes it; P stages, whose slots have layers with experts and
 the blocks of multi-token prediction::
 
     {"shared": {"embed_tokens", "layers": [dense block, ...], "norm", "lm_head",
@@ -25,16 +25,16 @@ class Rotary(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One published tensor; of those of a layer name and path begin there, until ``_at`` puts the layer before them.
+    """One published tensor. For a layer's tensor, name and path are relative to the layer until ``_at`` prepends it.
 
     Attributes:
-      name: as published.
-      path: of our leaf, key by key.
-      shape: as published.
-      transposed: ours is the transpose, perhaps with its outputs in several dims.
-      rotary: of matrices whose outputs are rotated.
-      at: which of the leaf's leading dims.
-      columns: which of how many equal parts of the leaf's last dim.
+      name: the published name.
+      path: the path of our leaf, key by key.
+      shape: the published shape.
+      transposed: whether ours is the transpose, perhaps with its outputs in several dims.
+      rotary: the rotated rows, for matrices whose outputs are rotated.
+      at: the tensor's index in the leaf's leading dims.
+      columns: (n, parts): the tensor is part n of this many equal parts of the leaf's last dim.
     """
 
     name: str
@@ -47,7 +47,7 @@ class Entry(NamedTuple):
 
 
 def entries(config: Config, layout: Layout) -> list[Entry]:
-    """List every tensor of a model, in the order that checkpoints have."""
+    """List every tensor of a model, in the order of published checkpoints."""
     table = (config.vocab, config.dim)
     found = [Entry("model.embed_tokens.weight", ("shared", "embed_tokens"), table)]
     for layer in range(config.num_layers):
@@ -67,7 +67,7 @@ def entries(config: Config, layout: Layout) -> list[Entry]:
 
 
 def copies(config: Config) -> set[str]:
-    """Names of tensors that repeat others: the modules of multi-token prediction share the ends of the model."""
+    """Return the names of tensors that repeat others: multi-token prediction modules share embedding and head."""
     last = range(config.num_layers, config.num_layers + config.num_mtp_layers)
     shared = {
         f"model.layers.{n}.{name}.weight" for n in last for name in ("embed_tokens", "shared_head.head")
@@ -84,7 +84,7 @@ def _routed(config: Config, layer: int, place: tuple[int, int]) -> Iterator[Entr
 
 
 def _layer(config: Config, layer: int, path: Path, stage: int | None) -> Iterator[Entry]:
-    """Entries of one layer: with experts in a stage, dense without one."""
+    """Yield the entries of one layer: one with experts if ``stage`` is given, else a dense one."""
     norms = [_norm((name,), config.dim) for name in ("input_layernorm", "post_attention_layernorm")]
     mlp = _swiglu(("mlp",), config.dim, config.dense_hidden) if stage is None else _experts(config)
     index = () if stage is None else (stage,)
@@ -142,7 +142,7 @@ def _experts(config: Config) -> Iterator[Entry]:
             part._replace(name=f"mlp.experts.{expert}.{part.name}", at=(expert,))
             for part in _swiglu((), config.dim, config.expert_hidden)
         )
-        for which, part in enumerate((gate, up)):  # one matrix of ours
+        for which, part in enumerate((gate, up)):  # ours has both in one matrix
             yield part._replace(path=("mlp", "experts", "gate_up_proj"), columns=(which, 2))
         yield down._replace(path=("mlp", "experts", "down_proj"))
     if config.num_shared_experts:
@@ -151,7 +151,7 @@ def _experts(config: Config) -> Iterator[Entry]:
 
 
 def _prediction(config: Config) -> list[Entry]:
-    """What a module of multi-token prediction has around its block."""
+    """List the entries of a multi-token prediction module except those of its block."""
     dim = config.dim
     return [
         _norm(("enorm",), dim),

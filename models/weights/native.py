@@ -1,9 +1,9 @@
-"""Parameters by our own names, in a folder that Orbax writes: what the trainer's checkpoints hold of them.
+"""Parameters by our own names, in a folder that Orbax writes, as in the trainer's checkpoints.
 
-A flat dict: ``params/stages/layers/3/mlp/gate`` is that of the fourth layer with experts, whatever the stages were, and
-``params/stages/routing/bias`` [layers, E]. Beside it stands the model's configuration, number by number. The trainer
-has all layers in one array, ``params/stages/layers/mlp/gate`` [layers, ...]; that is read too. The host holds one array
-at a time, or some small ones.
+They are a flat dict: ``params/stages/layers/3/mlp/gate`` belongs to the fourth layer with experts, whatever the stages
+were, and ``params/stages/routing/bias`` is [layers, E]. The model's configuration is written with them, number by
+number. The trainer has all layers in one array, ``params/stages/layers/mlp/gate`` [layers, ...]; this form is read,
+too. The host holds one array at a time, or several small ones.
 """
 
 import dataclasses
@@ -31,21 +31,28 @@ FORMAT = 1
 PREFIX = "params/"
 
 PROOF = "digest"
-"""Name of what proves all else that is written beside the arrays. Earlier trainers wrote none, nor does ``write``."""
+"""The name of the digest that proves all other facts in the folder's metadata. Earlier trainers wrote no digest, and
+``write`` writes none."""
 
 
 def write(folder: Path, config: Config, params: Tree, published: Mapping[str, Any]) -> None:
-    """Write params of one stage, which are taken apart; ``published`` is kept beside them, values for JSON.
+    """Write params of one stage; the tree ``params`` is emptied.
+
+    Args:
+      folder: the folder to write.
+      config: the model.
+      params: as ``deepseek(config, 1).init`` makes them.
+      published: settings to keep in the folder's metadata, values for JSON.
 
     Raises:
-      WeightsError: something is there already.
+      WeightsError: the folder exists already.
     """
     if folder.exists():
         raise WeightsError(folder, ["is there already"])
     flat: dict[str, Any] = {}
     leaves, _ = jax.tree_util.tree_flatten_with_path(params)
     params.clear()
-    while leaves:  # one by one, so that none is there twice
+    while leaves:  # one by one, so that no leaf is in memory twice
         path, leaf = leaves.pop(0)
         name = _name(path)
         if name != "stages/routing/row":
@@ -63,11 +70,14 @@ def write(folder: Path, config: Config, params: Tree, published: Mapping[str, An
 
 
 Check = Callable[[Mapping[str, Any], Mapping[str, np.ndarray]], list[str]]
-"""Of what is written beside the arrays, and of some arrays by name, as they lie there: says what is wrong with them."""
+"""A function of the folder's metadata, and of some of its arrays by name as they are stored; it lists what is wrong."""
 
 
 def read(folder: Path) -> tuple[Config, Tree, Mapping[str, Any]]:
-    """Read what ``write`` wrote, or a step of the trainer's: the configuration, params of one stage, the rest.
+    """Read what ``write`` wrote, or a step of the trainer.
+
+    Returns:
+      The configuration; params of one stage; the published settings.
 
     Raises:
       WeightsError: as ``open_lazily``, or a file cannot be read.
@@ -77,19 +87,19 @@ def read(folder: Path) -> tuple[Config, Tree, Mapping[str, Any]]:
 
 
 def open_lazily(folder: Path, check: Check | None = None) -> tuple[Config, Tree, Mapping[str, Any]]:
-    """Open what ``write`` wrote, or a step of the trainer's, and read none of its arrays yet.
+    """Open what ``write`` wrote, or a step of the trainer, and read none of its arrays yet.
 
     Args:
-      folder: what to open.
-      check: of every array once it is read.
+      folder: the folder to open.
+      check: a check of every array once it is read.
 
     Returns:
       The configuration; params of one stage, whose leaves are lazy and raise a WeightsError if they cannot be read or
-      ``check`` finds something; what is written beside the arrays.
+      ``check`` finds something wrong; the folder's metadata.
 
     Raises:
-      WeightsError: there is no such folder, or nothing can be read of it. What is written beside its arrays is not
-        what was saved. Its arrays are not those of its configuration; all are listed.
+      WeightsError: there is no such folder, or it cannot be read; its metadata is not what was saved; or its arrays are
+        not those of its configuration, and all that differ are listed.
     """
     facts = _whole(folder, lambda: ocp.metadata(folder.absolute()).custom_metadata or {})
     if not facts:
@@ -131,13 +141,13 @@ def open_lazily(folder: Path, check: Check | None = None) -> tuple[Config, Tree,
 
 
 def digest(facts: Mapping[str, Any]) -> str:
-    """A hash of what is written beside the arrays, of which ``PROOF`` is none, as JSON holds it."""
+    """Return a hash of the folder's metadata in the form of JSON, without the entry ``PROOF``."""
     told = json.loads(json.dumps({name: value for name, value in facts.items() if name != PROOF}))
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def altered(facts: Mapping[str, Any]) -> str | None:
-    """What to say of facts that are not those that were saved; None where they are, or nothing proves them."""
+    """Return a complaint if the metadata is not what was saved; None if it is, or if it has no digest."""
     found = digest(facts)
     if facts.get(PROOF, found) == found:
         return None
@@ -145,11 +155,11 @@ def altered(facts: Mapping[str, Any]) -> str | None:
 
 
 AT_ONCE = 64 << 20
-"""Bytes of arrays that are read together; one of more is read alone."""
+"""The number of bytes of arrays that are read together; a larger array is read alone."""
 
 
 class _Arrays:
-    """The arrays of a folder, of which those that were read last are held."""
+    """The arrays of a folder, read in groups; the group that was read last is held in memory."""
 
     def __init__(
         self,
@@ -180,7 +190,7 @@ class _Arrays:
     def _read(self, number: int) -> dict[str, np.ndarray]:
         if number != self._held[0]:
             self._held = -1, {}
-            # Asked for as NumPy's arrays, of which Orbax looks at shape and dtype alone.
+            # NumPy arrays ask Orbax for NumPy arrays; it looks only at their shape and dtype.
             like = {
                 name: np.broadcast_to(np.zeros((), self._wanted[name].dtype), self._wanted[name].shape)
                 for name in self._groups[number]
@@ -199,7 +209,7 @@ def _whole(folder: Path, read: Callable[[], Any]) -> Any:
     with quiet():
         try:
             return read()
-        except Exception as error:  # whatever half a folder makes Orbax raise
+        except Exception as error:  # an incomplete folder makes Orbax raise errors of many types
             wrong = reason(error)
     if not (folder / "_CHECKPOINT_METADATA").exists():
         raise WeightsError(folder, ["neither config.json nor Orbax's files: no _CHECKPOINT_METADATA there"])
@@ -216,7 +226,7 @@ def _config(folder: Path, numbers: Mapping[str, Any]) -> Config:
 
 
 def _stored(path: Any, stacked: bool) -> tuple[str, int | None]:
-    """A leaf's name there and, if layers are stacked, which of them it is of."""
+    """Return the name of a leaf's array in the folder and, if layers are stacked in it, the leaf's layer."""
     name = _name(path)
     found = re.fullmatch(r"stages/layers/(\d+)/(.*)", name) if stacked else None
     return (name, None) if found is None else (f"stages/layers/{found[2]}", int(found[1]))

@@ -1,7 +1,7 @@
-"""A published checkpoint straight into arrays where they belong: one device's part of a leaf at a time.
+"""Loading of a published checkpoint directly into sharded arrays, one device's part of a leaf at a time.
 
 The host never holds more than two such parts and one tensor of the file; each process reads what its devices hold.
-``open_lazily`` leaves it to whoever takes the leaves which parts are read, and when.
+With ``open_lazily`` the user of the leaves decides which parts are read, and when.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ from models.weights.settings import read_settings
 from models.weights.tree import Arrange, Leaf, Part, columns_of, leaves_of, part_of, rotary_order
 
 Progress = Callable[[int, int], None]
-"""``progress(bytes done, bytes in all)``."""
+"""``progress(bytes done, bytes in all)``, called as bytes are read or written."""
 
 
 def load(
@@ -43,13 +43,13 @@ def load(
     """Load a DeepSeek-V3 or V2 checkpoint in the published (Hugging Face) format.
 
     Args:
-      folder: with ``config.json`` and ``*.safetensors``, of any of the types in ``files.DTYPES``; FP8 is
-        multiplied out by its blocks' scales.
+      folder: a folder with ``config.json`` and ``*.safetensors``, of any of the types in ``files.DTYPES``; FP8 numbers
+        are multiplied by their blocks' scales.
       stages: as ``deepseek`` takes it.
-      mesh: with axes "pp", over which the stages are sharded, and "ep" (or "node" and "ep"), over which experts,
-        embedding and head are; None puts all on JAX's first device.
-      arrange: puts the stages' leaves [P, ...] into another order or container, and does nothing else to
-        them, such as ``lambda stages: to_placed(stages, schedule.placement)``.
+      mesh: a mesh with the axis "pp", over which the stages are sharded, and the axis "ep" (or "node" and "ep"), over
+        which experts, embedding and head are sharded; None puts all on JAX's first device.
+      arrange: a function that puts the stages' leaves [P, ...] into another order or container, and does nothing else
+        to them, for example ``lambda stages: to_placed(stages, schedule.placement)``.
       mtp: False leaves out modules of multi-token prediction.
       progress: called after each leaf, with the bytes that this process has read and will read.
 
@@ -58,8 +58,8 @@ def load(
       ``deepseek(config, stages).init`` makes them, bit for bit the numbers in the files.
 
     Raises:
-      WeightsError: the configuration is of another model, or tensors are missing, too many, of wrong shapes or
-        cut off; all of them are listed, and nothing is loaded.
+      WeightsError: the configuration is that of another model, or tensors are missing, unknown to the model, of wrong
+        shapes or cut off; all of them are listed, and nothing is loaded.
     """
     published, files = inspect(folder, mtp=mtp)
     config = published.config
@@ -84,15 +84,15 @@ def load(
 
 
 def open_lazily(folder: str | Path, *, mtp: bool = True) -> tuple[Config, Tree]:
-    """Open a checkpoint as ``load`` does, of one stage, and read nothing of its tensors yet.
+    """Open a checkpoint as one stage, as ``load`` does, but read none of its tensors yet.
 
     Args:
       folder: as ``load`` takes it.
-      mtp: the same.
+      mtp: as ``load`` takes it.
 
     Returns:
-      The configuration, and params whose leaves are ``models.lazy.Lazy``: ``models.decode.Engine`` reads of each what
-      its devices hold, in the dtype that they hold it in, and no device ever holds more.
+      The configuration, and params whose leaves are ``models.lazy.Lazy``. ``models.decode.Engine`` reads of each leaf
+      the parts that its devices hold, in the dtype in which they hold them, and no device ever holds more.
 
     Raises:
       WeightsError: as ``load``.
@@ -113,7 +113,7 @@ def open_lazily(folder: str | Path, *, mtp: bool = True) -> tuple[Config, Tree]:
 
 
 def inspect(folder: str | Path, *, mtp: bool = True) -> tuple[Published, Folder]:
-    """Read a checkpoint's configuration and find its tensors: ``load`` without the reading.
+    """Read a checkpoint's configuration and check its tensors as ``load`` does, without reading them.
 
     Raises:
       WeightsError: as ``load``.
@@ -131,7 +131,7 @@ def inspect(folder: str | Path, *, mtp: bool = True) -> tuple[Published, Folder]
 
 
 def _num_mtp(files: Folder, first: int) -> int:
-    """Modules of multi-token prediction whose tensors are there: configurations announce others too."""
+    """Return the number of multi-token prediction modules whose tensors exist: configurations announce others, too."""
     own = ("enorm", "hnorm", "eh_proj", "shared_head.norm")
     names = files.tensors.keys()
     has = (any(f"model.layers.{n}.{part}.weight" in names for part in own) for n in itertools.count(first))
@@ -139,7 +139,7 @@ def _num_mtp(files: Folder, first: int) -> int:
 
 
 def _parts(leaf: Leaf, sharding: Sharding) -> dict[Part, list[jax.Device]]:
-    """The devices of this process that hold each part of a leaf."""
+    """Return the devices of this process that hold each part of a leaf."""
     parts: dict[Part, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
         parts.setdefault(part_of(index, leaf.shape), []).append(device)
@@ -147,7 +147,7 @@ def _parts(leaf: Leaf, sharding: Sharding) -> dict[Part, list[jax.Device]]:
 
 
 def _within(leaf: Leaf, part: Part) -> list[tuple[tuple[int, ...], Entry]]:
-    """Tensors that fill a part of a leaf, by their index there."""
+    """List the tensors that fill a part of a leaf, each with its index in the part."""
     lead, (*_, (first, last)) = part[: leaf.num_leading], part
     found = []
     for index in itertools.product(*(range(*bounds) for bounds in lead)):
@@ -164,7 +164,7 @@ def _filled(leaf: Leaf, sharding: Sharding, reader: Reader, interleaved: bool) -
     for part, devices in _parts(leaf, sharding).items():
         host = _part(leaf, part, reader, interleaved)
         arrays += [jax.device_put(host, device) for device in devices]
-        jax.block_until_ready(arrays)  # at most this part and the next are on the host
+        jax.block_until_ready(arrays)  # so that at most this part and the next one are on the host
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays, dtype=leaf.dtype)
 
 
@@ -181,7 +181,10 @@ def _part(leaf: Leaf, part: Part, reader: Reader, interleaved: bool) -> np.ndarr
 def _read(
     out: np.ndarray, entry: Entry, shape: tuple[int, ...], part: Part, reader: Reader, interleaved: bool
 ) -> None:
-    """Fill a part of a leaf, of this shape for a tensor, which may have its outputs in several dims."""
+    """Read one tensor into ``out``, a part of the tensor's place in a leaf.
+
+    ``shape`` is the shape of the whole place, which may have the tensor's outputs in several dims.
+    """
     order = None
     if entry.rotary is not None and not interleaved:
         order = rotary_order(entry.rotary, entry.shape[0])
@@ -200,7 +203,7 @@ def _read(
 
 
 def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Zeros at an address that a CPU device takes over without a copy."""
+    """Return zeros at an aligned address, so that a CPU device takes over the memory without a copy."""
     size, align = int(np.prod(shape)) * np.dtype(dtype).itemsize, 128
     raw = np.zeros(size + align, np.uint8)
     start = -raw.ctypes.data % align

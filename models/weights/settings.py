@@ -1,4 +1,4 @@
-"""Files of settings beside a checkpoint's weights."""
+"""Files of settings in the folder of a checkpoint."""
 
 import json
 from pathlib import Path
@@ -8,10 +8,10 @@ from models.weights.errors import WeightsError
 
 
 def read_settings(file: Path) -> dict[str, Any]:
-    """Read a file of JSON that holds an object.
+    """Read a JSON file that holds an object.
 
     Raises:
-      WeightsError: it is not there, or it holds something else.
+      WeightsError: the file cannot be read, is not JSON, or does not hold an object.
     """
     try:
         found = json.loads(file.read_text())

@@ -1,4 +1,4 @@
-"""The tokenizer that lies beside a checkpoint's weights."""
+"""The tokenizer in the folder of a checkpoint."""
 
 import dataclasses
 import re
@@ -13,7 +13,7 @@ from models.weights.errors import WeightsError
 from models.weights.settings import read_settings
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-"""What a checkpoint has of it, as data; code beside them is left alone."""
+"""The tokenizer's files in a checkpoint that are data; code is never read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Tokenizer:
     Attributes:
       library: the tokenizer itself, of the ``tokenizers`` library.
       bos: the token that begins a document; None if there is none.
-      eos: the token that ends one; None if there is none.
-      add_bos: whether texts are to begin with ``bos``, as the checkpoint's own settings say.
-      chat_template: Jinja that writes messages as a text; None if the checkpoint has none.
+      eos: the token that ends a document; None if there is none.
+      add_bos: whether each text begins with ``bos``, according to the checkpoint's settings.
+      chat_template: the Jinja template that turns messages into one text; None if the checkpoint has none.
     """
 
     library: tokenizers.Tokenizer
@@ -35,7 +35,7 @@ class Tokenizer:
     chat_template: str | None = None
 
     def encode(self, text: str) -> np.ndarray:
-        """Return a text's tokens, int32 [S]. Raises UnicodeEncodeError for half a surrogate pair, which is no text."""
+        """Return a text's tokens, int32 [S]. Raises UnicodeEncodeError for half a surrogate pair, which is not text."""
         text.encode()
         tokens = self.library.encode(text).ids
         if self.add_bos and self.bos is not None and tokens[:1] != [self.bos]:
@@ -43,16 +43,16 @@ class Tokenizer:
         return np.asarray(tokens, np.int32)
 
     def encode_as_it_is(self, text: str) -> np.ndarray:
-        """Return a text's tokens, int32 [S], special ones by their names and none that is not written there.
+        """Return a text's tokens, int32 [S]; special tokens only where the text has their names, none is added.
 
-        Raises UnicodeEncodeError as ``encode``.
+        Raises UnicodeEncodeError, as ``encode`` does.
         """
         text.encode()
         return np.asarray(self.library.encode(text, add_special_tokens=False).ids, np.int32)
 
     @property
     def special(self) -> dict[str, str]:
-        """What chat templates call the tokens that begin and end a text, and what these are in texts."""
+        """The texts of the tokens that begin and end a document, by their names in chat templates."""
         tokens = {"bos_token": self.bos, "eos_token": self.eos}
         return {
             name: str(self.library.id_to_token(token)) for name, token in tokens.items() if token is not None
@@ -63,15 +63,15 @@ class Tokenizer:
         return self.library.decode([int(token) for token in tokens])
 
     def bytes_of(self, token: int) -> bytes:
-        """Return the bytes that a token stands for, which may be a part of a character's."""
+        """Return the bytes that a token stands for, which may be only part of a character."""
         return bytes_of(self.library.id_to_token(token) or "", self.decode([token]))
 
 
 def bytes_of(name: str, text: str) -> bytes:
-    """Return the bytes of a token, by its name in the tokenizer and the text that it is decoded to alone."""
+    """Return the bytes of a token, from its name in the tokenizer and the text that it decodes to on its own."""
     if "\ufffd" not in text:
         return text.encode()
-    if re.fullmatch("<0x[0-9A-F]{2}>", name):  # of a byte that no token of text has
+    if re.fullmatch("<0x[0-9A-F]{2}>", name):  # the name of a token for a byte that no other token has
         return bytes([int(name[3:5], 16)])
     if all(letter in _BYTES for letter in name):
         return bytes(_BYTES[letter] for letter in name)
@@ -79,7 +79,10 @@ def bytes_of(name: str, text: str) -> bytes:
 
 
 def _letters() -> dict[str, int]:
-    """The bytes by the letters that tokenizers of bytes write them with: what prints stands for itself, in Latin-1."""
+    """Return the byte for each letter with which byte-level tokenizers write bytes.
+
+    A byte that is a printing character of Latin-1 is written as that character.
+    """
     printing = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),
@@ -93,17 +96,20 @@ _BYTES = _letters()
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:
-    """Read ``tokenizer.json``, from ``tokenizer_config.json`` which tokens begin and end a text, and the chat template.
+    """Read a checkpoint's tokenizer.
+
+    ``tokenizer.json`` has the tokenizer, ``tokenizer_config.json`` the tokens that begin and end a document. The chat
+    template is in a file of its own, or else in ``tokenizer_config.json``.
 
     Raises:
-      WeightsError: there is no ``tokenizer.json``, it is none, or its settings name tokens that it lacks.
+      WeightsError: there is no ``tokenizer.json``, it is not a tokenizer, or the settings name tokens that it lacks.
     """
     path = Path(folder)
     try:
         library = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
     except Exception as error:  # the library raises a bare Exception, for a missing file too
         raise WeightsError(path, [f"tokenizer.json: {error}"]) from None
-    library.no_truncation()  # as its file may ask for: every text is taken whole, and as long as it is
+    library.no_truncation()  # the file may ask for truncation and padding: every text is taken at its own length
     library.no_padding()
     own = path / "tokenizer_config.json"
     settings = read_settings(own) if own.exists() else {}
@@ -124,7 +130,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """A file of its own, else what the settings have: one, or several by name, of which "default" is meant."""
+    """Return the chat template: a file of its own, or else the settings'; of several there, the one named "default"."""
     if (file := folder / "chat_template.jinja").is_file():
         try:
             return file.read_text()

@@ -15,10 +15,10 @@ from models.transformer import Model
 from models.weights.names import Entry, Path, Rotary, entries
 
 Part = tuple[tuple[int, int], ...]
-"""A part of an array: of each dim, from where to where."""
+"""A part of an array: for each dim its first index and the index past its last."""
 
 Arrange = Callable[[Tree], Tree]
-"""Puts the stages' leaves [P, ...] into another order or container, and does nothing else to them."""
+"""A function that puts the stages' leaves [P, ...] into another order or container, and does nothing else to them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Leaf:
     """One leaf of the parameters.
 
     Attributes:
-      shape: of the whole leaf.
+      shape: the shape of the whole leaf.
       dtype: float32, or int32 for the slots' rows.
-      spec: how it lies on a mesh with axes "pp" and "ep".
-      entries: from an index of its first dims to the tensor there, or to several beside each other; empty slots and
-        biases that a checkpoint does not have are zero.
-      numbers: what a leaf of int32 holds.
+      spec: the leaf's PartitionSpec on a mesh with axes "pp" and "ep".
+      entries: for an index of the leaf's first dims, the tensor there, or several that lie next to each other in its
+        last dim; empty slots and biases that a checkpoint does not have are zero.
+      numbers: the contents of a leaf of int32; None for other leaves.
     """
 
     shape: tuple[int, ...]
@@ -42,12 +42,12 @@ class Leaf:
 
     @property
     def num_leading(self) -> int:
-        """How many dims an index of ``entries`` has."""
+        """The number of dims of an index of ``entries``."""
         return len(next(iter(self.entries), ()))
 
 
 def leaves_of(model: Model, arrange: Arrange | None) -> tuple[list[Leaf], Any]:
-    """List the leaves of ``model.init``'s params, the stages arranged, and the tree that they make."""
+    """Return the leaves of ``model.init``'s params, with the stages arranged, and the structure of their tree."""
     filled: dict[Path, dict[tuple[int, ...], list[Entry]]] = {}
     for entry in entries(model.config, model.layout):
         filled.setdefault(entry.path, {}).setdefault(entry.at, []).append(entry)
@@ -66,7 +66,7 @@ def leaves_of(model: Model, arrange: Arrange | None) -> tuple[list[Leaf], Any]:
 
 
 def _arranged(stages: Tree, num_stages: int, arrange: Arrange | None) -> Tree:
-    """Arrange arrays that say which row of which leaf they are, and read off where all have gone."""
+    """Arrange leaves: arrange arrays of marks, one mark for each row of each leaf, and see where each mark has gone."""
     leaves, treedef = jax.tree.flatten(stages)
     marks = [np.arange(num_stages, dtype=np.int32) + num_stages * n for n in range(len(leaves))]
     moved = jax.tree.unflatten(treedef, marks)
@@ -94,19 +94,19 @@ def _arranged(stages: Tree, num_stages: int, arrange: Arrange | None) -> Tree:
 
 
 def part_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Part:
-    """Read a sharding's index of an array of this shape."""
+    """Return the part that a sharding's index takes of an array of this shape."""
     slices = (slice(None),) * len(shape) if index is None else index
     return tuple(s.indices(size)[:2] for s, size in zip(slices, shape, strict=True))
 
 
 def columns_of(entry: Entry, width: int) -> slice:
-    """Which of so many columns of its leaf a tensor fills."""
+    """Return the columns that a tensor fills of its leaf, which has ``width`` columns."""
     which, parts = entry.columns
     return slice(which * width // parts, (which + 1) * width // parts)
 
 
 def rotary_order(rotary: Rotary, num_rows: int) -> np.ndarray:
-    """The order that brings rotated rows whose pairs are half their number apart next to each other."""
+    """Return the order of rows in which rotated pairs are neighbours, for rows whose pairs lie half the part apart."""
     half = rotary.rotated // 2
     rotated = np.arange(rotary.rotated).reshape(2, half).T.reshape(-1)
     fixed = rotary.width - rotary.rotated

@@ -1,4 +1,4 @@
-"""Our params as a published checkpoint, one file at a time."""
+"""Saving of our params as a published checkpoint, one file at a time."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ from models.weights.reading import Progress
 from models.weights.tree import Arrange, Leaf, Part, columns_of, leaves_of, part_of
 
 BIAS = "e_score_correction_bias"
-"""Always float32: in bfloat16 steps of 0.001 vanish."""
+"""The end of the selection biases' names. Biases are always float32: in bfloat16 steps of 0.001 vanish."""
 
 
 def save(
@@ -40,32 +40,32 @@ def save(
     extra: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> None:
-    """Save params in the published (Hugging Face) format; ``load`` gives the same back, bit for bit.
+    """Save params in the published (Hugging Face) format; from float32 files ``load`` returns them bit for bit.
 
-    The host holds one file's tensors at a time. On several processes each writes those tensors of which it has
-    the first copy, and process 0 ``config.json`` and the index, so the folder must be one that all see.
+    The host holds one file's tensors at a time. With several processes, each one writes the tensors of which it has
+    the first copy, and process 0 writes ``config.json`` and the index, so all processes must see the same folder.
 
     Args:
-      folder: made if it is not there; it may hold no tensors yet.
+      folder: the folder to write, created if it does not exist; it must not hold tensors yet.
       config: the model.
-      params: as ``deepseek(config, stages).init`` makes them, the stages arranged.
-      stages: as ``deepseek`` takes it; None for its own plan.
+      params: as ``deepseek(config, stages).init`` makes them, with the stages arranged.
+      stages: as ``deepseek`` takes it; None for its own plan for the number of stages that params have.
       arrange: as ``load`` takes it.
-      dtype: of the tensors; the selection biases stay float32.
-      max_file_bytes: tensors of a file; one tensor may be more.
-      extra: more for ``config.json``, such as ``{"eos_token_id": 1}``.
+      dtype: the dtype of the tensors; the selection biases stay float32.
+      max_file_bytes: the largest number of bytes of the tensors in a file; a single tensor may be larger.
+      extra: additional entries of ``config.json``, for example ``{"eos_token_id": 1}``.
       progress: called after each file, with the bytes that this process has written and will write.
 
     Raises:
-      WeightsError: there are tensors in the folder; params are not of this configuration; the published format
-        has no such model; a tensor lies in pieces on several devices. All is listed.
+      WeightsError: there are tensors in the folder; params do not fit this configuration; the published format has no
+        such model; or no process has all pieces of a tensor on its devices. All complaints of one kind are listed.
     """
     path = Path(folder)
     settings = to_json(config, dtype) | dict(extra or {})
     sources = _sources(config, params, stages, arrange)
     if there := sorted(file.name for file in path.glob("*.safetensors*")):
         raise WeightsError(path, [f"{name}: is there already" for name in there])
-    if jax.process_count() > 1:  # or the others' files would seem to be there already
+    if jax.process_count() > 1:  # without this, files of other processes could already be there when we look
         multihost_utils.sync_global_devices("models.weights.save: the folder is empty")
     path.mkdir(parents=True, exist_ok=True)
     files = _files(sources, dtype, max_file_bytes)
@@ -74,7 +74,7 @@ def save(
     for file in mine:
         tensors = {source.entry.name: source.read(dtype) for source in file.sources}
         save_file(tensors, path / file.name, metadata={"format": "pt"})
-        # Others read it if they read the folder: safetensors 0.8 leaves it to its owner alone.
+        # Whoever may read the folder may read the file: safetensors 0.8 would let only its owner read it.
         (path / file.name).chmod(path.stat().st_mode & 0o666)
         done += file.nbytes
         if progress:
@@ -122,7 +122,7 @@ class _Source:
 
     def _piece(self, device: jax.Device, part: Part, columns: slice = slice(None)) -> np.ndarray:
         shard = next(s.data for s in self.array.addressable_shards if s.device == device)
-        # A CPU's array is seen through, of another device's only the tensor itself comes to the host.
+        # NumPy views a CPU's array without a copy; from another device only the tensor itself is copied to the host.
         data: Any = np.asarray(shard) if device.platform == "cpu" else shard
         inside = tuple(n - start for n, (start, _) in zip(self.index, part, strict=False))
         return np.asarray(data[(*inside, ..., columns)])
@@ -163,7 +163,7 @@ def _sources(
 
 
 def _num_stages(params: Tree) -> int:
-    """How many stages there are, however they are arranged: every local tree has rows of some of them."""
+    """Return the number of stages, in any arrangement: every tree of stages has a "row" leaf, one row per stage."""
     flat = tree_leaves_with_path(params["stages"])
     return sum(leaf.shape[0] for path, leaf in flat if getattr(path[-1], "key", None) == "row")
 
@@ -191,7 +191,10 @@ def _held(array: jax.Array) -> list[tuple[jax.Device, Part]]:
 def _source(
     entry: Entry, index: tuple[int, ...], array: jax.Array, held: list[tuple[jax.Device, Part]]
 ) -> _Source | None:
-    """The pieces of one device that has it whole, or else of the first process that has all pieces."""
+    """Return a tensor's source: the device that has it whole, or else the first process that has all its pieces.
+
+    None if no process has all pieces.
+    """
     lead = len(index)
     having = [
         (device, part)
@@ -214,7 +217,7 @@ def _source(
 
 
 def _files(sources: list[_Source], dtype: str, most: int) -> list[_File]:
-    """Pack tensors into files, in their order, each process's own."""
+    """Pack tensors into files in their order; a file has tensors of one process only."""
     piles: list[list[_Source]] = []
     sizes: list[int] = []
     for source in sorted(sources, key=lambda source: source.process):
