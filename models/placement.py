@@ -34,7 +34,7 @@ TABLES = "held", "copies"
 def expert_tables(
     layout: Layout, held_RNS: ArrayLike, num_experts: int, *, num_nodes: int = 1, near: bool = True
 ) -> dict[str, np.ndarray]:
-    """Return the tables of all layers by stage, to stand in params["stages"]["routing"].
+    """Return the tables of all layers by stage, for params["stages"]["routing"].
 
     Args:
       layout: the place of each layer.

@@ -65,7 +65,7 @@ def multiply_groups(
 
     Args:
       rows: without group sizes, the rows of equal groups, [G, ..., D]; with group sizes, [R, D].
-      w_GDF: of the rows' dtype.
+      w_GDF: one matrix per group, of the rows' dtype.
       group_sizes_G: see ``grouped_matmul``.
       kernel: for unequal groups see ``grouped_matmul``. Equal groups are one batched matmul: with "plain" all dims of
         a group's rows are merged into one, which is faster on CPU; otherwise the dims stay apart, since accelerators

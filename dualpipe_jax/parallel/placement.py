@@ -142,7 +142,7 @@ def sum_copies(gradient_S: Array, held_NS: Array, num_experts: int, axis_name: A
     One all-reduce sums an array of as many experts as there are redundant ones, N * S - E. Without redundant experts
     nothing is sent.
 
-    On two devices of two slots, of which both hold expert 0:
+    On two devices with two slots each, where both hold expert 0:
 
     >>> import jax, jax.numpy as jnp
     >>> from dualpipe_jax import make_mesh

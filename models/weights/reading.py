@@ -91,8 +91,8 @@ def open_lazily(folder: str | Path, *, mtp: bool = True) -> tuple[Config, Tree]:
       mtp: as ``load`` takes it.
 
     Returns:
-      The configuration, and params whose leaves are ``models.lazy.Lazy``. ``models.decode.Engine`` reads of each leaf
-      the parts that its devices hold, in the dtype in which they hold them, and no device ever holds more.
+      The configuration, and params whose leaves are ``models.lazy.Lazy``. ``models.decode.Engine`` reads the parts of
+      each leaf that its devices hold, in the dtype in which they hold them, and no device ever holds more.
 
     Raises:
       WeightsError: as ``load``.
