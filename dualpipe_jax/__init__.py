@@ -1,6 +1,6 @@
 """Pipeline and expert parallelism for mixture-of-experts training in JAX.
 
-The front door is lazy, so that ``import dualpipe_jax.schedule`` never loads JAX.
+Public names are imported on first use, so that ``import dualpipe_jax.schedule`` never loads JAX.
 """
 
 import importlib

@@ -1,6 +1,7 @@
 """The `dualpipe` command: ``dualpipe`` or ``python -m dualpipe_jax``.
 
-Help and version come without NumPy, and a subcommand's module is imported when it is asked for: so it starts at once.
+It starts fast: help and version load no NumPy, and a subcommand's module is imported only when that
+  subcommand runs.
 """
 
 import contextlib
@@ -28,18 +29,20 @@ COMMANDS = {
     "probe": "Try what works on the devices of this machine, and measure how fast they are.",
     "balance": "Place experts on devices by their loads, and say what that gains and moves.",
 }
-"""Each is the class with a ``run`` in a module of its own: ``show`` is ``dualpipe_jax.command.show.Show``."""
+"""The summary of each subcommand. Each subcommand is a class with a method ``run``, in a module of its own:
+``show`` is ``dualpipe_jax.command.show.Show``."""
 
 
 SILENT = ("show", "compare", "check", "diff", "replay")
-"""Those that show no progress of their own."""
+"""The subcommands that show no progress of their own."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line (``sys.argv`` if None).
+    """Run the command with these arguments (those of ``sys.argv`` if None).
 
-    Returns the exit status: 1 for an invalid schedule or where nothing fits, 2 for what cannot be done.
-    Exits with 2 where the options cannot be read.
+    Returns the exit status: 0; 1 for an invalid schedule or where nothing fits; 2 for what cannot be done;
+    130 after Ctrl-C; 141 where the reader of the output has closed it. Exits with 2 where the options cannot
+    be read.
     """
     given = sys.argv[1:] if arguments is None else [*arguments]
     if given == ["--version"]:
@@ -63,7 +66,7 @@ def options_of(name: str) -> Callable[..., Any]:
 
 
 def _refer(given: list[str]) -> None:
-    """Print the help, or what is wrong with a name; always exits."""
+    """Print the help, or what is wrong with the arguments; always exits."""
     import tyro
 
     from dualpipe_jax.command.line import wrapped

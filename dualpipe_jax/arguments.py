@@ -1,7 +1,7 @@
-"""Arguments of public functions, held against the types and the shapes that their signatures name.
+"""Checks of the arguments of public functions against the types and the shapes that their signatures name.
 
-Python runs ``v_half(4, 2.5)`` until something deep inside is puzzled, or until nothing is. Which values of a type a
-function can use it says itself.
+Without them Python runs ``v_half(4, 2.5)`` until something deep inside fails, or returns a wrong result. Each
+function itself checks which values of a type it can use.
 """
 
 import functools
@@ -21,35 +21,36 @@ NUMBERS: Mapping[Any, Any] = {
     int: Annotated[Integral, ~IsInstance[bool]],
     float: Annotated[Real, ~IsInstance[bool]],
 }
-"""NumPy's are numbers, too; True is one to Python, and no number of anything."""
+"""What counts as an int and as a float: NumPy's numbers too, but no bool, although Python takes True for an int."""
 
 
 class ArgumentError(TypeError, ValueError):
-    """An argument is not of the type in the signature, or none of its literals."""
+    """An argument is not of the type in the signature, or is none of the literals that it names."""
 
 
 def typechecked(function: T) -> T:
-    """The function, or the dataclass, raising ArgumentError for an argument that is not of the type in its signature.
+    """The function or dataclass, changed to raise ArgumentError for an argument that its signature does not allow.
 
-    NumPy's numbers are numbers, a whole number is a float, a bool is neither, and NumPy's arrays are arrays of JAX. An
-    array whose name ends in its dims, as ``x_TD`` does, must have as many, and a dim that stands in several names is
-    equal in all of them, else ValueError is raised.
+    NumPy's numbers count as numbers, an int also as a float, a bool as neither, and NumPy's arrays count as
+    arrays of JAX. An array argument may name its dims by letters at the end of its name, such as ``x_TD``. It
+    must then have that number of dims, and a letter that several arguments share must have the same size in
+    all of them, else ValueError is raised.
     """
     taken = dict(NUMBERS)
-    if jax := sys.modules.get("jax"):  # a room without JAX names none of its types
+    if jax := sys.modules.get("jax"):  # a module that does not load JAX has none of its types in signatures
         taken[jax.Array] = jax.Array | sys.modules["numpy"].ndarray
     conf = BeartypeConf(
         hint_overrides=FrozenDict(taken),
         violation_type=ArgumentError,
         violation_verbosity=BeartypeViolationVerbosity.MINIMAL,
         is_color=False,
-        is_random=False,  # the first item of a sequence, not any one: what is refused once is refused always
+        is_random=False,  # check a sequence's first item, not a random one: what is refused once is refused always
     )
     check: Any = beartype(conf=conf)
     if isinstance(function, type):
         init: Any = function.__init__  # type: ignore[misc]
         for name, parameter in inspect.signature(init).parameters.items():
-            if parameter.default is None:  # a field that its __post_init__ fills in
+            if parameter.default is None:  # a field that __post_init__ fills in
                 init.__annotations__[name] |= None
         function.__init__ = check(init)  # type: ignore[misc]
         return function

@@ -1,7 +1,7 @@
-"""The engine's contract with a model: a few stage functions, and which stage is of which kind.
+"""The engine's contract with a model: a few stage functions, and the kind of each stage.
 
-The functions are plain JAX. They know nothing of schedules, slots or ranks, and the plain model in ``reference`` calls
-the same ones.
+The functions are plain JAX. They know nothing of schedules, slots or ranks, and the plain model in
+``reference`` calls the same functions.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ Tree = Any
 
 
 class At(NamedTuple):
-    """What a stage sees besides its parameters and x. It is sent nowhere: every rank makes its own.
+    """What a stage sees besides its parameters and x. It is never sent between ranks: every rank makes its own.
 
     The engine makes it. To try a stage function by itself, make one:
 
@@ -36,9 +36,9 @@ class At(NamedTuple):
         targets, positions, segment ids, whatever the batch holds.
       stage: int32 scalar, the stage's number in model order.
       microbatch: int32 scalar, the microbatch's number in the step.
-      key: a typed PRNG key of (step, stage, microbatch, part of the batch) for dropout; the same in the forward, in
-        what is recomputed of it and in both halves of the backward, whatever the schedule. None where the step was
-        given none.
+      key: a typed PRNG key of (step, stage, microbatch, part of the batch) for dropout. The forward, its
+        recomputation and both halves of the backward get the same key under every schedule. None if the step
+        was given no key.
     """
 
     batch: Tree
@@ -60,13 +60,14 @@ class Out(NamedTuple):
     1
 
     Attributes:
-      x: what the next stage gets, with the same shapes and dtypes after every stage except the last, whose x only
-        ``Pipeline.apply`` returns. Any tree: floating leaves have gradients, integers and keys are handed on.
-      losses: scalars by name that join the objective; each is the mean over this device's part of the microbatch. The
-        objective is the sum over names and stages of their means over microbatches and parts.
-      metrics: arrays by name, outside the objective; they are summed over microbatches, stages and devices, integers
-        exactly. The sum is float32 where they are narrower floats and int32 where they are narrower integers, such as
-        bfloat16 and int8; else it has their dtype.
+      x: the input of the next stage, any tree. Shapes and dtypes are the same after every stage except the
+        last; the x of the last stage is returned by ``Pipeline.apply`` alone. Floating leaves have gradients;
+        integers and keys are handed on.
+      losses: scalars by name that join the objective; each is the mean over this device's part of the
+        microbatch. The objective is the sum over names and stages of their means over microbatches and parts.
+      metrics: arrays by name, outside the objective. They are summed over microbatches, stages and devices,
+        integers exactly. Narrower floats, such as bfloat16, are summed in float32, narrower integers, such as
+        int8, in int32, all others in their own dtype.
     """
 
     x: Tree = None
@@ -98,24 +99,27 @@ class StagedModel:
     >>> float(loss)
     64.0
 
-    ``params = {"stages": ..., "shared": ...}``. Every leaf of "stages" has a leading stage dim, in model order, and a
-    stage gets its own part without that dim; "shared" is whatever more than one stage uses, or only one kind of stage
-    has (embedding, head, dense layers): every stage gets all of it, there is one copy in params and in the optimizer,
-    and its gradient is the sum over the stages that use it. A kind costs nothing for what it does not use: neither
-    time nor sums.
+    ``params = {"stages": ..., "shared": ...}``. Every leaf of "stages" has a leading stage dim, in model
+    order, and a stage gets its own part without that dim. "shared" holds the parameters that several stages
+    use or that only one kind of stage has (embedding, head, dense layers): every stage gets all of it, there
+    is one copy in params and in the optimizer, and its gradient is the sum over the stages that use it.
+    Parameters that a kind does not use cost it nothing: no time, and no memory for sums.
 
-    Inside, collectives over the axes "ep" and "dp" may be used (but no ppermute, and nothing over "pp"). What a stage
-    needs recomputed in the backward it says with ``jax.checkpoint``, under any policy. Integer leaves of params get
-    gradients of dtype float0, as from ``jax.grad(allow_int=True)``.
+    A stage function may use collectives over the axes "ep" and "dp" (but no ppermute, and nothing over "pp").
+    It marks what the backward is to recompute with ``jax.checkpoint``, under any policy. Integer leaves of
+    params get gradients of dtype float0, as from ``jax.grad(allow_int=True)``.
 
     Attributes:
-      kinds: stage functions by name. Every name that is used more is more to compile.
-      kind_of: the kind of each stage, in model order. The first is given x None; of the last x is not needed.
-      weights: ``weights(batch) -> {loss name: float32 scalar}``: how much a part of a microbatch counts in the mean of
-        that loss, such as its number of valid tokens; a constant. Names left out, and None, count every part alike.
-        Their sum over a step must not be zero: a mean over nothing is NaN, as 0/0 is.
-      alike: kinds that compute the same as another kind, of other leaves of "shared": the name of that one. In a step
-        this changes nothing; where units are compiled to be looked at, those of one kind stand for all alike.
+      kinds: stage functions by name. Each further name in use takes more time to compile.
+      kind_of: the kind of each stage, in model order. The first stage is given None as x; the last need not
+        return x.
+      weights: ``weights(batch) -> {loss name: float32 scalar}``, a constant: how much a part of a microbatch
+        counts in the mean of that loss, such as its number of valid tokens. For a name that is left out, or
+        None, all parts count alike. The sum of a loss's weights over a step must not be zero: the mean would
+        be 0/0, which is NaN.
+      alike: for a kind that computes the same as another kind, from other leaves of "shared", the name of
+        that other kind. A step does not depend on it; where single units are compiled for inspection
+        (``Pipeline.units``), the units of one kind stand for those of all kinds alike.
     """
 
     kinds: Mapping[str, StageFunction]
@@ -140,7 +144,7 @@ class StagedModel:
 
     @property
     def num_stages(self) -> int:
-        """Stages of the model; of each pipe of a schedule."""
+        """The number of stages of the model, which is that of each pipe of a schedule."""
         return len(self.kind_of)
 
 
@@ -149,9 +153,10 @@ class Report(NamedTuple):
 
     Attributes:
       losses: float32 scalars by name; their sum is the objective.
-      metrics: arrays by name, summed over microbatches, stages and devices, of 32 bits at least: see ``Out``.
-      dropped: int32 [], number of assignments of tokens to experts that found no slot in a plan of ``parallel``, over
-        all layers, stages, microbatches and devices, whether the model reports them or not.
+      metrics: arrays by name, of at least 32 bits, summed over microbatches, stages and devices: see ``Out``.
+      dropped: int32 [], the number of assignments of tokens to experts that found no slot in a plan of
+        ``parallel``, over all layers, stages, microbatches and devices, whether the model reports them or
+        not.
     """
 
     losses: dict[str, jax.Array]
@@ -179,10 +184,10 @@ class PipelineModel(NamedTuple):
     Attributes:
       embed: ``embed(params["embed"], inputs) -> x``, inputs [microbatch size, ...].
       stage: ``stage(params, x) -> x`` or ``(x, aux)``; x keeps its shape and dtype.
-      head_loss: ``head_loss(params["head"], x, targets) -> scalar``, the mean over its examples. Its forward is done
-        again in the backward, so that logits take no slots.
+      head_loss: ``head_loss(params["head"], x, targets) -> scalar``, the mean over its examples. The backward
+        computes its forward again, so that logits take no slots.
 
-    The rules for the functions are those of ``StagedModel``, which ``staged`` makes of this.
+    ``staged`` turns this into a ``StagedModel``, whose rules for stage functions apply to these functions too.
     """
 
     embed: Callable[[Tree, Tree], Tree]
@@ -194,9 +199,10 @@ class PipelineModel(NamedTuple):
 def staged(model: PipelineModel, num_stages: int, *, has_aux: bool = False) -> StagedModel:
     """Turn a ``PipelineModel`` into a ``StagedModel`` of ``num_stages`` stages.
 
-    Its params are {"stages": ..., "shared": {"embed": ..., "head": ...}}, its batch {"inputs": ..., "targets": ...};
-    aux is the metric "aux": outside the objective, with a gradient where ``Pipeline.loss`` is differentiated by it,
-    which costs a second step; what always joins the objective is better in ``Out.losses`` of your own ``StagedModel``.
+    Its params are {"stages": ..., "shared": {"embed": ..., "head": ...}}, its batch {"inputs": ...,
+    "targets": ...}. aux becomes the metric "aux", outside the objective. It has a gradient where ``jax.grad``
+    differentiates a function of it through ``Pipeline.loss``, which costs a second step; a term that always
+    belongs to the objective is better in ``Out.losses`` of your own ``StagedModel``.
 
     >>> import jax.numpy as jnp
     >>> from dualpipe_jax import PipelineModel, staged
@@ -245,10 +251,10 @@ def staged(model: PipelineModel, num_stages: int, *, has_aux: bool = False) -> S
 
 
 def returned(kind: str, value: Any) -> Out:
-    """What a stage of a kind returned, if it can be used.
+    """The value that a stage of a kind returned, checked.
 
-    Raises TypeError, saying what is wanted, for anything but an ``Out`` of floating scalars as losses and of arrays
-    that can be summed as metrics.
+    Raises TypeError, which says what is needed, for anything but an ``Out`` whose losses are floating scalars
+    and whose metrics are numbers.
     """
     what = f"a stage of kind {kind!r}"
     if not isinstance(value, Out):
@@ -299,7 +305,7 @@ def key_at(key: jax.Array | None, stage: Any, microbatch: Any, part: Any) -> jax
 
 
 def loss_weights(model: StagedModel, batch: Tree, names: Any) -> dict[str, jax.Array]:
-    """How much a part of a microbatch counts in the mean of each loss, float32 scalars."""
+    """How much a part of a microbatch counts in the mean of each loss: a float32 scalar for each of ``names``."""
     given = {} if model.weights is None else model.weights(batch)
     if names and (unknown := sorted(set(given) - set(names))):
         raise ValueError(

@@ -1,8 +1,8 @@
-"""From modules to the plain functions that a pipeline runs.
+"""Turn Flax modules into the plain functions that a pipeline runs.
 
-A pipeline wants three functions of (params, x) and parameters in one tree,
-``{"embed": ..., "stages": ..., "head": ...}``, every leaf of "stages" with a leading stage dim. Bring
-modules of Flax nnx or linen and get both::
+A pipeline needs three functions of (params, x) and parameters in one tree,
+``{"embed": ..., "stages": ..., "head": ...}``, every leaf of "stages" with a leading stage dim. This module
+makes both from modules of Flax nnx or linen::
 
     functions, init = from_nnx(
         embed=lambda rngs: Embed(vocab, dim, rngs=rngs),
@@ -15,7 +15,7 @@ modules of Flax nnx or linen and get both::
     model = PipelineModel(*functions)
 
 Modules are stateless here: what a layer must remember (batch statistics, a random key, routing biases) comes
-in as a parameter or input, and leaves as an output.
+in as a parameter or an input, and goes out as an output.
 """
 
 import functools
@@ -42,7 +42,7 @@ Tree = Any
 
 
 class Functions(NamedTuple):
-    """The three functions, in the order that a pipeline model's fields have.
+    """The three functions, in the order of the fields of ``PipelineModel``.
 
     Attributes:
       embed: ``embed(params["embed"], inputs) -> x``.
@@ -81,21 +81,22 @@ def pure_nnx(create: Callable[[nnx.Rngs], nnx.Module], *, evaluate: bool = False
     >>> jax.tree.map(jnp.shape, params), apply(params, jnp.ones((4, 3))).shape
     ({'bias': (2,), 'kernel': (3, 2)}, (4, 2))
 
-    Given a key, ``apply`` runs the module as it was made, its random streams started from that key; without one,
-    as ``module.eval()`` leaves it, in which dropout does nothing. A module with dropout must be given a key, or be
-    meant for evaluation.
+    With a key, ``apply`` runs the module as it was made, and starts its random streams from that key. Without
+    a key it runs the module after ``module.eval()``, where dropout does nothing. A module with dropout needs
+    a key in every call, or ``evaluate=True`` here.
 
     Args:
       create: makes the module; it is called under ``jax.eval_shape`` here, and again by ``init``.
-      evaluate: whether dropout, where there is no key, may do nothing.
+      evaluate: whether ``apply`` without a key may run a module that has dropout; its dropout then does
+        nothing.
 
     Returns:
-      ``init``, whose params are a nested dict named like the module's attributes, and ``apply``, which calls
-      the module with them.
+      ``init``, whose params are a nested dict with the names of the module's attributes, and ``apply``, which
+      calls the module with them.
 
     Raises:
-      ValueError: the module holds variables that are neither ``nnx.Param`` nor random streams; from ``apply``,
-        when it is traced: the module has dropout, but there is no key.
+      ValueError: the module holds variables that are neither ``nnx.Param`` nor random streams; from
+        ``apply``, when it is traced: the module has dropout, but there is no key.
 
     """
     module = nnx.eval_shape(lambda: create(nnx.Rngs(0)))
@@ -137,7 +138,7 @@ def pure_nnx(create: Callable[[nnx.Rngs], nnx.Module], *, evaluate: bool = False
 
 
 def _live_dropouts(module: nnx.Module) -> list[str]:
-    """The places at which a module has a rate of dropout above zero, as its maker left it."""
+    """The attributes, as "path.name=rate", that set a dropout rate above zero in a module that is not deterministic."""
     found = []
     for path, part in nnx.iter_modules(module):
         for name in ("rate", "dropout_rate"):
@@ -159,8 +160,8 @@ def pure_linen(module: linen.Module, *examples: Tree) -> Pure:
     >>> jax.tree.map(jnp.shape, params), apply(params, jnp.ones((4, 3))).shape
     ({'bias': (2,), 'kernel': (3, 2)}, (4, 2))
 
-    A key given to ``apply`` is the module's "dropout" stream; ``self.has_rng("dropout")`` tells the module whether
-    there is one.
+    A key that is given to ``apply`` becomes the module's "dropout" stream; inside the module
+    ``self.has_rng("dropout")`` says whether there is one.
 
     Args:
       module: the module.
@@ -221,8 +222,8 @@ def from_nnx(
       head: makes the module called as ``head(x, targets) -> loss``, or ``head(x)`` if ``loss`` is given.
       num_stages: how many stages ``init`` makes, each from its own key.
       loss: ``loss(head's output, targets) -> scalar``.
-      evaluate: see ``pure_nnx``. These functions have no key, so modules with dropout need it, or a ``StagedModel`` of
-        ``pure_nnx``.
+      evaluate: see ``pure_nnx``. These functions are given no key, so modules with dropout need
+        ``evaluate=True``; to train with dropout make a ``StagedModel`` with ``pure_nnx``.
 
     Returns:
       ``(functions, init)``; ``init(key)`` returns params, ``init`` may be traced.
@@ -270,7 +271,7 @@ def from_linen(
       head: called as ``head(x, targets) -> loss``, or ``head(x)`` if ``loss`` is given.
       num_stages: how many stages ``init`` makes, each from its own key.
       inputs: one microbatch's inputs, or their ``jax.ShapeDtypeStruct``; only shapes and dtypes matter.
-      targets: the same for targets.
+      targets: one microbatch's targets, likewise.
       loss: ``loss(head's output, targets) -> scalar``.
 
     Returns:
@@ -289,7 +290,7 @@ def from_linen(
 
 @typechecked
 def num_params(params: Tree) -> int:
-    """Count floating-point parameters, of arrays or of the shapes that ``jax.eval_shape`` returns."""
+    """The number of floating-point parameters in a tree of arrays or of the types that ``jax.eval_shape`` returns."""
     leaves = jax.tree.leaves(params)
     return sum(leaf.size for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
 

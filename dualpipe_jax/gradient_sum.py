@@ -1,8 +1,9 @@
-"""The sum of a parameter's gradients, as whatever can add to it asks for it.
+"""Lets a kernel add a parameter's gradient to the sum of that parameter's gradients in place.
 
-Whatever else makes a gradient lets the engine add it, which reads it again. What it adds to is zeros under
-``jax.grad``, and the sum over the microbatches so far in a pipeline's step: ``split`` finds the mark. Megatron calls it
-gradient accumulation fusion.
+Other kernels write a gradient, and the engine reads it again to add it. A kernel that can add asks for
+``gradient_sum``: zeros under ``jax.grad``, and the sum over the microbatches so far in a pipeline's step,
+where ``split`` finds the mark and puts the sum in place of the zeros. Megatron calls it gradient accumulation
+fusion.
 """
 
 from typing import Any
@@ -14,18 +15,18 @@ from jax.ad_checkpoint import checkpoint_name
 from dualpipe_jax.varying import vary, varying_axes
 
 GRADIENT_SUM = "dualpipe_gradient_sum"
-"""The mark on zeros for which a sum may stand."""
+"""The ``checkpoint_name`` of zeros that ``split`` may replace by a sum."""
 
 
 def gradient_sum(shape: tuple[int, ...], beside: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
     """Zeros to which a kernel, or ``at[...].add`` part by part, adds a parameter's gradient in place.
 
-    The sum stands for them if it is of their dtype, and if nobody but the parameter reads what is made, as it is or
-    cast to the parameter's dtype.
+    A pipeline's step puts the sum in their place if it has their dtype and if the kernel's result is used
+    only as the parameter's gradient, as it is or cast to the parameter's dtype.
 
     Args:
-      shape: the gradient's.
+      shape: the shape of the gradient.
       beside: another argument of the kernel; in a shard_map, zeros vary over the axes that it varies over.
-      dtype: what gradients are summed in.
+      dtype: the dtype of the kernel's sum.
     """
     return checkpoint_name(vary(jnp.zeros(shape, dtype), varying_axes(beside)), GRADIENT_SUM)

@@ -1,4 +1,4 @@
-"""Which command installs what is missing, from where the user stands; imports the standard library alone."""
+"""The command that installs a missing package in the user's environment; imports the standard library alone."""
 
 import importlib.metadata
 import importlib.util
@@ -13,10 +13,11 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 def install_command(*packages: str, extra: str | None = None) -> str:
-    """A command that installs packages for the Python that runs this.
+    """A shell command that installs packages for the Python that runs this.
 
-    Of an extra it installs all: by name in a checkout, for this package is on no registry; elsewhere what the installed
-    package says of that extra, and ``packages`` where it says nothing.
+    With an ``extra`` it installs all packages of that extra: in a checkout as ``-e CHECKOUT[EXTRA]``, since
+    this package is on no registry; elsewhere the packages that the installed package's metadata lists for it,
+    or ``packages`` if it lists none.
     """
     wanted: list[str] = [*packages]
     if extra is not None and _is_checkout():
@@ -24,7 +25,7 @@ def install_command(*packages: str, extra: str | None = None) -> str:
     elif extra is not None:
         wanted = _required(extra) or wanted
     pip = [sys.executable, "-m", "pip", "install"]
-    if importlib.util.find_spec("pip") is None and shutil.which("uv"):  # as in environments that uv made
+    if importlib.util.find_spec("pip") is None and shutil.which("uv"):  # environments made by uv have no pip
         pip = ["uv", "pip", "install", "--python", sys.executable]
     return shlex.join([*pip, *wanted])
 
@@ -35,7 +36,7 @@ def _is_checkout() -> bool:
 
 
 def _required(extra: str) -> list[str]:
-    """What the installed package requires for an extra."""
+    """The packages that the installed package's metadata requires for an extra."""
     try:
         known = importlib.metadata.requires(_NAME) or []
     except importlib.metadata.PackageNotFoundError:

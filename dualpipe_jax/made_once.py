@@ -1,23 +1,24 @@
-"""What a function makes of parameters alone, marked so that a pipeline's step makes it once, before its first tick.
+"""Marks a value that is computed from parameters alone, so that a pipeline's step computes it once, before its ticks.
 
-It is held through the step, beside the parameters. Products of matrices need no mark: ``split.hoist`` takes them out in
-any case.
+The value takes memory through the whole step, as the parameters do. Matrix products of parameters need no mark:
+``split.hoist`` takes them out in any case.
 """
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
 MADE_ONCE = "dualpipe_made_once"
-"""The mark."""
+"""The ``checkpoint_name`` that marks such a value."""
 
 
 def made_once(array: jax.Array) -> jax.Array:
     """The array, marked; no gradient passes through it.
 
-    For a copy of matrices in the order in which a kernel reads them, which each microbatch would make again. Without a
-    pipeline the mark does nothing.
+    Use it for example on a copy of matrices in the order in which a kernel reads them: unmarked, each
+    microbatch would make that copy again. Outside a pipeline the mark does nothing.
 
     Args:
-      array: derived from parameters alone, or it is made where it stands.
+      array: an array that depends on parameters alone; any other array is computed in each microbatch, as
+        unmarked.
     """
     return checkpoint_name(jax.lax.stop_gradient(array), MADE_ONCE)

@@ -1,4 +1,4 @@
-"""Several processes of one JAX program on this machine: where they meet, and which GPU each takes. No JAX here."""
+"""Several processes of one JAX program on this machine: the port where they meet, and the GPU of each. Loads no JAX."""
 
 import os
 import socket
@@ -9,19 +9,20 @@ from dualpipe_jax.inspect.compiler import GPU_PROCESS, gpu_process_environment
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens at now."""
+    """A port of the loopback interface on which nobody listens now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def gpu_environment(number: int, count: int, *, one_gpu: bool = False) -> dict[str, str]:
-    """Variables of process ``number`` of ``count`` on a machine with GPUs, to be set before JAX is imported.
+    """Environment variables of process ``number`` of ``count`` on a machine with GPUs; set them before importing JAX.
 
-    Each takes the GPU of its number; with ``one_gpu`` all take the first. NCCL lets several ranks use one GPU from
-    version 2.30 on, a JAX that comes with an older one needs the newer library by LD_PRELOAD. Few of a GPU's
-    multiprocessors for each rank's collectives, for those of all ranks must run at once or none ends; and a part of the
-    memory, none of it taken beforehand.
+    Each process takes the GPU of its number; with ``one_gpu`` all take the first. NCCL lets several ranks use
+    one GPU from version 2.30 on; a JAX that comes with an older NCCL needs the newer library by LD_PRELOAD.
+    With ``one_gpu`` a rank's collectives take few of the GPU's multiprocessors, since the collectives of all
+    ranks must run at the same time or none ends; and each process may take 0.8 / ``count`` of the memory,
+    none of it preallocated.
     """
     if not one_gpu:
         return gpu_process_environment(number)
@@ -36,7 +37,7 @@ def gpu_environment(number: int, count: int, *, one_gpu: bool = False) -> dict[s
 
 
 def too_few_gpus(count: int, environ: Mapping[str, str] = os.environ) -> str:
-    """What to say where this machine has not a GPU for each of so many processes; empty if it has, or nobody knows."""
+    """The error message if this machine has fewer than ``count`` GPUs; empty if it has enough or that is not known."""
     found = count_gpus(environ)
     if found is None or found >= count:
         return ""
@@ -49,7 +50,7 @@ def too_few_gpus(count: int, environ: Mapping[str, str] = os.environ) -> str:
 
 
 def count_gpus(environ: Mapping[str, str] = os.environ) -> int | None:
-    """How many of NVIDIA's GPUs a process here sees; None if nvidia-smi is not there to tell."""
+    """The number of NVIDIA GPUs that a process here sees; None if nvidia-smi is missing or fails."""
     if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     try:

@@ -1,4 +1,4 @@
-"""Ranges of options, which stand in the type of each: ``steps: Annotated[int, Ge(1)] = 250``."""
+"""Ranges of options, given in the type of each option: ``steps: Annotated[int, Ge(1)] = 250``."""
 
 import dataclasses
 import types
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from annotated_types import Ge, Gt, Le, Lt
 
 FLOAT32 = (2 - 2**-23) * 2.0**127
-"""The largest number that float32 holds; what is computed with a larger one is infinite."""
+"""The largest finite number of float32; a larger one becomes infinite in float32."""
 
 AtLeastOne = Annotated[int, Ge(1)]
 NotNegative = Annotated[int, Ge(0)]
@@ -19,11 +19,13 @@ Share = Annotated[float, Ge(0), Lt(1)]
 
 
 def out_of_range(options: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, str]]:
-    """(path of the field, its value, what it must be) of all that is outside its range; None is in any.
+    """For each field that is outside its range: the path of the field, its value, and what it must be, in words.
+
+    None is inside every range.
 
     Args:
       options: a dataclass, whose fields may be dataclasses.
-      path: of the dataclass itself.
+      path: the path of ``options`` itself, which the paths of fields begin with.
     """
     hints = typing.get_type_hints(type(options), include_extras=True)
     for field in dataclasses.fields(options):
@@ -41,7 +43,7 @@ def _broken(hint: Any, value: Any) -> Iterator[str]:
     elif typing.get_origin(hint) is Annotated:
         inner, *notes = typing.get_args(hint)
         yield from _broken(inner, value)
-        for note in notes:  # "not", for NaN is in no range
+        for note in notes:  # "not value >= ..." below, since NaN must be outside every range
             match note:
                 case Ge(ge=least) if not value >= least:  # type: ignore[operator]
                     yield "must not be negative" if least == 0 else f"must be at least {least}"

@@ -1,6 +1,6 @@
 """Where devices lie on a TPU's torus: which links an all-to-all keeps busy, and which devices are near each other.
 
-Python and NumPy only. Coordinates are integers [devices, dims]; of two devices of a chip they are equal.
+Python and NumPy only. Coordinates are integers [devices, dims]; two devices of one chip have equal coordinates.
 """
 
 import itertools
@@ -13,10 +13,11 @@ Shape = tuple[int, ...]
 
 
 def closed_dims(shape: Shape) -> tuple[bool, ...]:
-    """Along which dims the last chip has a link to the first one.
+    """For each dim of a slice, whether it is a ring: whether the last chip has a link to the first one.
 
-    Of a slice in three dims all have if each is a multiple of four, else none; in two dims (the third is 1) those of 16
-    chips, a whole pod's side (Google Cloud's pages of each TPU).
+    In a slice of three dims all are rings if each size is a multiple of four, else none. In a slice of two
+    dims, given as three with a last size of 1, the dims of 16 chips are rings, a whole pod's side (Google
+    Cloud's pages of each TPU).
     """
     if all(size % 4 == 0 for size in shape):
         return (True,) * len(shape)
@@ -25,18 +26,19 @@ def closed_dims(shape: Shape) -> tuple[bool, ...]:
 
 
 def busiest_link(groups: np.ndarray, shape: Shape) -> float:
-    """How often a device's payload crosses the busiest link when all groups exchange at once.
+    """The load of the busiest link when all groups exchange at once, in multiples of one device's payload.
 
-    In an all-to-all each device of a group sends every other one an equal part of its payload, on a shortest way, one
-    dim after the other; where both ways round are as short, half goes each way.
+    In an all-to-all each device of a group sends every other device an equal part of its payload, on a
+    shortest path, one dim after the other; where both ways round a ring are equally short, half goes each
+    way.
 
     >>> ring = np.array([[[x, 0, 0] for x in range(8)]])
     >>> busiest_link(ring, (8, 8, 16)), busiest_link(ring, (8, 1, 1))
     (1.0, 2.0)
 
     Args:
-      groups: [groups, devices of a group, dims], coordinates.
-      shape: of the torus.
+      groups: integers [groups, devices of a group, dims], coordinates.
+      shape: the number of chips of the torus along each dim.
     """
     _, size, dims = groups.shape
     at = np.repeat(groups, size, axis=1).reshape(-1, dims)
@@ -45,15 +47,15 @@ def busiest_link(groups: np.ndarray, shape: Shape) -> float:
 
 
 def busiest_way(sources: np.ndarray, targets: np.ndarray, shape: Shape) -> float:
-    """How many messages cross the busiest link when all are sent at once, on ways as ``busiest_link`` has them.
+    """The number of messages that cross the busiest link when all are sent at once, on the paths of ``busiest_link``.
 
     >>> here = np.array([[0, 0, 0], [1, 0, 0], [2, 0, 0]])
     >>> busiest_way(here, here + [1, 0, 0], (8, 8, 16)), busiest_way(here, here + [3, 0, 0], (8, 8, 16))
     (1.0, 3.0)
 
     Args:
-      sources, targets: [messages, dims], coordinates.
-      shape: of the torus.
+      sources, targets: integers [messages, dims], coordinates.
+      shape: the number of chips of the torus along each dim.
     """
     at, to = sources.copy(), targets
     closed = closed_dims(shape)
@@ -61,7 +63,7 @@ def busiest_way(sources: np.ndarray, targets: np.ndarray, shape: Shape) -> float
     for dim, length in enumerate(shape):
         far = to[:, dim] - at[:, dim]
         if closed[dim]:
-            far = (far + length // 2) % length - length // 2  # from -length / 2 on
+            far = (far + length // 2) % length - length // 2  # the shorter way round, at least -length / 2
         tie = closed[dim] & (2 * np.abs(far) == length)
         for sign in (1, -1):
             load = np.zeros(shape)
@@ -77,15 +79,16 @@ def busiest_way(sources: np.ndarray, targets: np.ndarray, shape: Shape) -> float
 
 
 def near_order(shape: Shape, inner: int, outer: int = 1) -> np.ndarray | None:
-    """An order of a whole torus' chips in which so many consecutive ones are near each other.
+    """An order of all chips of a torus in which consecutive chips are near each other.
 
-    Every ``outer * inner`` consecutive chips fill a box, and in it every ``inner`` ones a smaller one, the boxes whose
-    all-to-alls keep the busiest link least busy: those inside the small boxes, and those between chips of the same
-    place in them. Of equally good ones the longest along the first dims. Boxes follow each other to and fro, so that
-    consecutive ones are neighbours.
+    Every ``outer * inner`` consecutive chips fill a large box, and every ``inner`` consecutive chips in it a
+    small box. The boxes are those with the least load on the busiest link, summed over two all-to-alls: one
+    inside each small box, and one between the chips at the same place in all small boxes of a large box.
+    Among equally good boxes, those longest along the first dims are chosen. Large boxes follow each other
+    back and forth, so that consecutive ones are neighbours.
 
     Returns:
-      int [chips, dims]; None if no boxes of these sizes fill the torus.
+      int [chips, dims], coordinates; None if no boxes of these sizes fill the torus.
     """
     found = [
         (_busy(small, large, shape), [-size for size in (*large, *small)], small, large)
@@ -102,13 +105,13 @@ def near_order(shape: Shape, inner: int, outer: int = 1) -> np.ndarray | None:
 
 
 def _digits(places: np.ndarray) -> list[np.ndarray]:
-    """The first dim varying fastest, as ``np.lexsort`` takes keys."""
+    """The coordinates along each dim as keys of ``np.lexsort``: the first dim varies fastest."""
     return list(places.T)
 
 
 def _to_and_fro(boxes: np.ndarray, counts: Shape) -> np.ndarray:
     turned = boxes.copy()
-    before = np.zeros(len(boxes), int)  # how many rows of boxes have been passed
+    before = np.zeros(len(boxes), int)  # the number of rows of boxes before this one
     for dim in reversed(range(len(counts))):
         turned[:, dim] = np.where(before % 2, counts[dim] - 1 - boxes[:, dim], boxes[:, dim])
         before = before * counts[dim] + turned[:, dim]
@@ -121,7 +124,7 @@ def _boxes(shape: Shape, size: int) -> Iterator[Shape]:
 
 
 def _busy(small: Shape, large: Shape, shape: Shape) -> float:
-    """The busiest links of both exchanges of a large box, one after the other."""
+    """The load of the busiest link, summed over the two all-to-alls of a large box (see ``near_order``)."""
     places = np.indices(large).reshape(len(shape), -1).T
     order = places[np.lexsort([*_digits(places % small), *_digits(places // small)])]
     groups = order.reshape(-1, math.prod(small), len(shape))

@@ -1,4 +1,4 @@
-"""Over which mesh axes a value varies, as ``shard_map`` with ``check_vma`` types it: the only place that asks."""
+"""The mesh axes over which a value varies, as ``shard_map`` with ``check_vma`` types it. No other module asks JAX."""
 
 from collections.abc import Collection
 from typing import Any, TypeAlias
@@ -15,12 +15,12 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def shape_like(x: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """What a kernel makes of x, and varies as it does."""
+    """The type of a kernel's output of this shape and dtype that varies over the same axes as x."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
 def vary(tree: Tree, axes: Collection[str]) -> Tree:
-    """Casts each leaf to vary over these axes too; nothing where there are none, as without check_vma."""
+    """Cast each leaf to vary over these axes too; no axes, as without check_vma, leave the tree as it is."""
     if not axes:
         return tree
 
@@ -32,5 +32,8 @@ def vary(tree: Tree, axes: Collection[str]) -> Tree:
 
 
 def vary_alike(tree: Tree) -> Tree:
-    """Casts each leaf to vary as all of them do: a ``custom_vjp``'s gradients must vary as its arguments."""
+    """Cast each leaf to vary over all axes that any leaf varies over.
+
+    A ``custom_vjp`` needs it: its gradients must vary as its arguments do.
+    """
     return vary(tree, frozenset[str]().union(*map(varying_axes, jax.tree.leaves(tree))))

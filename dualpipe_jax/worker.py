@@ -1,4 +1,4 @@
-"""The far end of ``command.child.ask``: a process that answers one request, and ends when nobody waits for it."""
+"""The child process of ``command.child.ask``: it answers one request, and ends when its parent is gone."""
 
 import json
 import os
@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import Any
 
 PARTIAL = ".partial"
-"""What the name of an answer's file ends in as long as it is not complete."""
+"""The ending of the name of the file that holds an answer which is not complete yet."""
 
 
 def serve(
     answers: Callable[[dict[str, Any]], Iterable[dict[str, Any]]], arguments: Sequence[str] | None = None
 ) -> int:
-    """Read a request from standard input, write the answer to the file that the only argument names.
+    """Read a request from standard input, and write the answer to the file that the only argument names.
 
     Arguments:
-      answers: gives what is known so far, for JSON; the last is the answer, those before it are what is left if the
-        process dies. OSError, ValueError and ModuleNotFoundError say why there is none.
+      answers: yields what is known so far, dicts for JSON. The last one is the answer. Each is written to the
+        file with the ending ``PARTIAL``, which remains if the process dies. It raises OSError, ValueError or
+        ModuleNotFoundError, with the reason, if there is no answer.
 
-    Returns the exit status, 1 where there is no answer; the reason then stands in its place.
+    Returns the exit status: 0, or 1 if there is no answer; the file then holds {"error": the reason}.
     """
     (name,) = sys.argv[1:] if arguments is None else arguments
     file, partial = Path(name), Path(name + PARTIAL)
@@ -43,14 +44,17 @@ def say(stage: str) -> None:
 
 
 def end_with_parent() -> None:
-    """Whoever kills the parent leaves a process behind that nobody waits for; its end closes our input."""
+    """End this process, with status 130, when the parent's end closes standard input.
+
+    Without it, a killed parent would leave a process behind for which nobody waits.
+    """
     while sys.stdin.readline():
         time.sleep(0)
     os._exit(130)
 
 
 def _replace(file: Path, found: dict[str, Any]) -> None:
-    """Write the file at once, so that nobody reads the half of it."""
+    """Write the file in one step (write another file, then rename it), so that nobody reads a half of it."""
     new = file.with_name(file.name + ".new")
     new.write_text(json.dumps(found))
     new.replace(file)
