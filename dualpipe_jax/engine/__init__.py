@@ -1,4 +1,4 @@
-"""Runs a lowered schedule: the SPMD engine, and the plain model with which it is compared."""
+"""The SPMD engine, which runs a lowered schedule, and the plain model with which its results are compared."""
 
 from dualpipe_jax.contract import At, Out, PipelineModel, Report, StagedModel, staged
 from dualpipe_jax.engine.doors import (

@@ -1,4 +1,4 @@
-"""Bad input gets an error that says what was given, what is needed and what to do."""
+"""Checks of input. Each error says what was given, what is needed and what to do."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
@@ -21,7 +21,10 @@ PARTS = ("shared", "stages")
 
 
 def check_mesh(schedule: Schedule, mesh: Mesh | AbstractMesh) -> None:
-    """The mesh has the axes pp and ep, of type Auto, and as many ranks as the schedule. Raises ValueError."""
+    """Check that the mesh has axes pp and ep, with one rank of pp for each rank of the schedule.
+
+    Raises ValueError otherwise, and if an axis with which the engine works is not of type Auto.
+    """
     missing = [axis for axis in (PP, EP) if axis not in mesh.shape]
     if missing:
         raise ValueError(
@@ -45,7 +48,7 @@ def check_mesh(schedule: Schedule, mesh: Mesh | AbstractMesh) -> None:
 
 
 def check_model(model: StagedModel, schedule: Schedule) -> None:
-    """As many stages as a pipe of the schedule. Raises ValueError."""
+    """Check that the model has as many stages as a pipe of the schedule. Raises ValueError."""
     wanted = schedule.placement.num_model_stages
     if model.num_stages != wanted:
         raise ValueError(
@@ -55,14 +58,14 @@ def check_model(model: StagedModel, schedule: Schedule) -> None:
 
 
 def check_choice(name: str, given: str, choices: Any) -> None:
-    """It is one of a Literal's. Raises ValueError."""
+    """Check that ``given`` is one of the values of the Literal ``choices``. Raises ValueError."""
     known = get_args(choices)
     if given not in known:
         raise ValueError(f"{name}={given!r}: there are {', '.join(map(repr, known))}.")
 
 
 def check_dtypes(**given: Tree) -> None:
-    """What is computed and summed in is floating: in another dtype gradients would be zero. Raises ValueError."""
+    """Check that each given dtype is floating: in another dtype gradients would be zero. Raises ValueError."""
     for name, dtype in _named(given):
         if not _is_floating(dtype):
             raise ValueError(
@@ -72,7 +75,7 @@ def check_dtypes(**given: Tree) -> None:
 
 
 def check_frozen(frozen: Tree) -> None:
-    """It says yes or no of leaves: any other word, even "no", would count as yes. Raises ValueError."""
+    """Check that each entry is a bool: any other value, even "no", would count as True. Raises ValueError."""
     for path, stop in jax.tree_util.tree_leaves_with_path(frozen):
         if not isinstance(stop, bool | np.bool_):
             raise ValueError(
@@ -90,7 +93,11 @@ def _is_floating(dtype: Any) -> bool:
 def check_arguments(
     schedule: Schedule, mesh: Mesh | AbstractMesh, params: Tree, batch: Tree, key: Any = None
 ) -> None:
-    """Shapes of params and data against the schedule and the mesh; all failures in one ValueError."""
+    """Check params, batch and key against the schedule and the mesh.
+
+    Raises ValueError, which lists all shapes that do not fit, also where jit is disabled. Raises TypeError
+    for a key that is none.
+    """
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         raise ValueError(
             f"{schedule.name}: JAX_DISABLE_JIT or jax.disable_jit() is on, and a step is one program for all devices: "
@@ -107,14 +114,14 @@ def check_arguments(
 
 
 def check_parts(params: Tree, parts: tuple[str, ...] = PARTS) -> None:
-    """Params have all their parts and no others. Raises ValueError."""
+    """Check that params is a dict with exactly the keys ``parts``. Raises ValueError."""
     if not isinstance(params, dict) or set(params) != set(parts):
         given = sorted(params) if isinstance(params, dict) else type(params).__name__
         raise ValueError(f"params must be a dict with the keys {list(parts)}, got {given}.")
 
 
 def check_key(key: Any) -> None:
-    """None, a typed PRNG key, or raw key data. Raises TypeError."""
+    """Check that a key is None, one typed PRNG key, or raw key data (uint32 [n]). Raises TypeError."""
     if key is None:
         return
     typed = hasattr(key, "dtype") and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
@@ -171,16 +178,16 @@ def _stage_problems(schedule: Schedule, stages: Tree) -> Iterator[str]:
 
 
 def check_keys(name: str, tree: Tree, parts: tuple[str, ...] = PARTS) -> None:
-    """A prefix of params is a dict over some of its keys. Raises ValueError."""
+    """Check that a prefix of params, such as param_specs, is a dict with keys among ``parts``. Raises ValueError."""
     if not isinstance(tree, dict) or not set(tree) <= set(parts):
         given = sorted(tree) if isinstance(tree, dict) else type(tree).__name__
         raise ValueError(f"{name} must be a dict with keys among {list(parts)}, got {given}.")
 
 
 def check_layout(mesh: Mesh | AbstractMesh, params: Tree, layout: Tree) -> None:
-    """Every spec names axes that it may, on dims that they divide; all failures in one ValueError.
+    """Check that every spec names only axes that it may, on dims that these divide; all failures in one ValueError.
 
-    ``params`` with one placed stage, whose leading dim is the rank's; ``layout`` a ``Leaf`` for each leaf.
+    ``params`` has one placed stage, whose leading dim is the rank; ``layout`` has a ``Leaf`` for each leaf.
     """
     problems: list[str] = []
     for part in ("stages", "shared"):
@@ -239,7 +246,7 @@ def _extension_problems(name: str, shape: tuple[int, ...], lies: Leaf) -> Iterat
 
 
 def called(kind: str, function: StageFunction, own: Tree, shared: Tree, x: Tree, at: At) -> Out:
-    """What a stage returns. Raises TypeError for anything but an ``Out``, and where a key is used that is not there."""
+    """The checked ``Out`` of a stage. Raises TypeError for any other value, and where a missing key is used."""
     try:
         value = function(own, shared, x, at)
     except TypeError as error:
@@ -253,17 +260,18 @@ def called(kind: str, function: StageFunction, own: Tree, shared: Tree, x: Tree,
 
 
 def check_kinds(model: StagedModel, own: Tree, shared: Tree, x: Tree, at: At, *, trains: bool) -> Tree:
-    """What kinds return, and which collectives are in them. Called where these may be traced.
+    """Check what the kinds of stages return and which collectives they contain. Must be called inside shard_map.
 
-    Returns the types of the last stage's x. Raises TypeError for what does not fit together, ValueError for a ppermute,
-    for a collective over "pp", and, if it ``trains``, where no stage returns a loss.
+    Returns the types of the last stage's x. Raises TypeError where the x or the metrics of stages do not fit
+    together, and ValueError for a ppermute, for a collective over "pp", and, if the step ``trains``, where no
+    stage returns a loss.
     """
     losses: set[str] = set()
     metrics: dict[str, tuple[str, Any]] = {}
     last = model.num_stages - 1
     for stage, name in enumerate(model.kind_of):
         if stage not in (0, last) and model.kind_of.index(name) not in (0, stage):
-            continue  # seen already
+            continue  # the kind was checked at an earlier stage
         given = None if stage == 0 else x
         traced = jax.make_jaxpr(
             lambda *a, name=name: tuple(called(name, model.kinds[name], *a)), return_shape=True
@@ -311,7 +319,7 @@ _NO_PPERMUTE = (
 
 
 def check_backward(name: str, found: Mapping[str, frozenset[str]]) -> None:
-    """The collectives of a kind's backward may be what those of its forward may. Raises ValueError."""
+    """Check the collectives of a kind's backward by the same rules as those of its forward. Raises ValueError."""
     _check_collectives(f"the backward of {_of(name)}", found)
 
 

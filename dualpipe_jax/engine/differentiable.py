@@ -1,4 +1,4 @@
-"""A pipeline's loss for ``jax.grad``: its forward does the whole step, its backward scales what that gave."""
+"""A pipeline's loss for ``jax.grad``: its forward runs the whole step, its backward scales the step's gradients."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,8 +24,8 @@ def differentiable(
     Arguments:
       forward_only: ``(params, batch, key) -> (objective, report, _)``.
       step: ``(params, batch, key) -> ((objective, report), gradients)``.
-      by_report: ``(params, batch, key, cotangents) -> gradients`` of <cotangents, report>; None for a cotangent that is
-        zero.
+      by_report: ``(params, batch, key, cotangents) -> gradients``, the gradients of <cotangents, report>, the
+        inner product; cotangents are a ``Report``, with None for those that are zero.
       input_grads: whether gradients have an entry "batch".
     """
 
@@ -62,15 +62,16 @@ def differentiable(
 
 
 def for_figures(model: StagedModel, cotangents: Report, parts: int) -> StagedModel:
-    """The same stages, whose objective is <cotangents, report>.
+    """The model with another objective, <cotangents, report>, for ``Pipeline._by_report``.
 
-    Their shared parameters are {"given": those of the model, "cotangents": (losses', metrics')}; a cotangent is None
-    where it is zero. A metric is summed over all ``parts`` of the microbatches, a loss is a mean over them.
+    Its shared parameters are {"given": those of the model, "cotangents": (those of losses, those of
+    metrics)}; a cotangent is None where it is zero. Metrics are sums over all ``parts`` of the microbatches,
+    but an objective is a mean over them: so the terms of metrics are multiplied by ``parts``.
     """
     wanted = {name for name, cotangent in cotangents.losses.items() if cotangent is not None}
 
     def of_loss(name: str) -> str:
-        return f"loss.{name}"  # apart from the sum of metrics, whatever the user's names
+        return f"loss.{name}"  # never equal to "metrics" below, whatever names the user gives losses
 
     def weights(batch: Tree) -> dict[str, jax.Array]:
         given = {} if model.weights is None else model.weights(batch)
@@ -102,12 +103,12 @@ def _is_zero(cotangent: Any) -> bool:
 
 
 def _with_values(gradients: Tree) -> Tree:
-    """None for what can have no gradient."""
+    """The gradients with None in place of those of dtype float0."""
     return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, gradients)
 
 
 def _cotangents(gradients: Tree, params: Tree) -> Tree:
-    """Gradients in their parameters' dtypes, as cotangents must be; None for integers, zeros for what is frozen."""
+    """Gradients in their parameters' dtypes, as cotangents must be; None for integers, zeros for frozen leaves."""
 
     def cotangent(p: Any, g: Any) -> Any:
         if not is_floating(p):

@@ -1,6 +1,6 @@
-"""The short way in: an embedding, equal stages and a head, as functions of a ``PipelineModel``.
+"""The short API, for a ``PipelineModel``: an embedding, equal stages and a head.
 
-Each makes a ``Pipeline`` of it and renames what goes in and comes out; see there for all that it can do.
+Each function makes a ``Pipeline`` of the model and renames arguments and results; ``Pipeline`` documents all options.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,23 +41,23 @@ def pipeline_value_and_grad(
     >>> round(float(loss), 3), grads["stages"].shape
     (8.574, (1, 2, 2))
 
-    Returns ``step(params, inputs, targets) -> (loss, grads)``, or ``((loss, aux), grads)``, compiled at its first call:
-    make it once, for a step built anew in each iteration is compiled anew each time. It computes what
-    ``jax.value_and_grad`` of the plain model does, which is ``sequential_value_and_grad``.
+    Returns ``step(params, inputs, targets) -> (loss, grads)``, or ``((loss, aux), grads)``, compiled at its
+    first call. Make it once: a step that is made anew in each iteration is compiled anew each time. It
+    computes the same as ``sequential_value_and_grad``, ``jax.value_and_grad`` of the plain model.
 
-    params: {"embed", "stages", "head"}; leaves of "stages" have a leading stage dim in model order (as many
-      stages as a pipe of the schedule), or are what ``place_stages`` returned. Gradients have the same form.
+    params: {"embed", "stages", "head"}. Leaves of "stages" have a leading stage dim in model order, as long
+      as a pipe of the schedule, or "stages" is what ``place_stages`` returned. Gradients have the same form.
     inputs, targets: leaves [num_microbatches, microbatch size, ...]; the microbatch size is cut over "dp" and "ep". A
       schedule with two pipes sends the first half of the microbatches into pipe 0.
     loss: float32, the mean of ``head_loss`` over microbatches and over the devices that share one.
-    aux: what the stages returned besides x, summed over microbatches, stages and devices; integers stay exact.
+    aux: what the stages returned besides x, summed over microbatches, stages and devices, integers exactly.
 
     Arguments:
       model: plain functions; see ``PipelineModel``.
       schedule, mesh: see ``Pipeline``.
       has_aux: whether a stage returns ``(x, aux)``.
-      options: those of ``Pipeline``, by name; what is said there of each leaf, such as param_specs, by the keys that
-        params have here.
+      options: further arguments of ``Pipeline``, by name. Those that have an entry for each leaf, such as
+        param_specs, use the keys of params here: "embed", "stages" and "head".
 
     Raises ValueError, with all that is wrong at once, for a mesh or arguments that do not fit.
     """
@@ -105,9 +105,9 @@ def pipeline_loss(
 ) -> Callable[[Tree, Tree, Tree], Any]:
     """The pipelined loss as a function that ``jax.grad`` and ``jax.value_and_grad`` differentiate.
 
-    Returns ``loss(params, inputs, targets)``, or ``(loss, aux)``; so it may be a term of a larger loss, and so may
-    aux's floating leaves. See ``Pipeline.loss``. Only params are differentiable. Arguments as in
-    ``pipeline_value_and_grad``.
+    Returns ``loss(params, inputs, targets) -> loss``, or ``-> (loss, aux)``. The loss and the floating leaves
+    of aux may be terms of a larger loss; see ``Pipeline.loss``. Only params are differentiable. Arguments as
+    in ``pipeline_value_and_grad``.
 
     >>> import jax, jax.numpy as jnp
     >>> from dualpipe_jax import PipelineModel, make_mesh, pipeline_loss
@@ -128,7 +128,7 @@ def pipeline_loss(
 
 @typechecked
 def sequential_loss(model: PipelineModel, *, has_aux: bool = False) -> Callable[[Tree, Tree, Tree], Any]:
-    """The loss of the plain model on one device: ``loss(params, inputs, targets)``, or ``(loss, aux)``.
+    """The loss of the plain model on one device: ``loss(params, inputs, targets) -> loss``, or ``-> (loss, aux)``.
 
     Its arguments and results are those of ``pipeline_loss``; see ``reference_loss``. ``PipelineModel`` has an example.
     """
@@ -170,7 +170,7 @@ def _pipeline(
 
 
 def _of_parts(name: str, given: Tree) -> Tree:
-    """What an option says of each leaf, by the engine's names of parts."""
+    """An option with an entry for each leaf, from the keys of ``PARTS`` to the engine's: "stages" and "shared"."""
     if given is None or (name == "compute_dtype" and not isinstance(given, dict)):
         return given
     checks.check_keys(name, given, PARTS)

@@ -1,4 +1,4 @@
-"""Trees in the form in which a user gave them: gradients like params, and the part that an optimizer owns."""
+"""Trees in the form of the user's params: gradients, and the leaves that an optimizer updates."""
 
 import dataclasses
 from typing import Any
@@ -30,7 +30,7 @@ def trained(tree: Tree, frozen: Tree, num_stages: int) -> Tree:
 
 
 def with_trained(params: Tree, trained: Tree) -> Tree:
-    """Params with the leaves of ``trained`` where it has any."""
+    """Params with the leaves of ``trained`` in place of their own where those are not None."""
     parts = {part: params[part] for part in trained}
     new = jax.tree.map(
         lambda new, old: old if new is None else new, trained, parts, is_leaf=lambda node: node is None
@@ -39,7 +39,13 @@ def with_trained(params: Tree, trained: Tree) -> Tree:
 
 
 def gradients_like(params: Tree, placed: Tree, lists: Tree, schedule: Schedule) -> Tree:
-    """Lists of gradients, those of stages placed, in the form of params."""
+    """Gradients in the form of ``params``.
+
+    Arguments:
+      params: the user's params, whose form is wanted.
+      placed: the same params with placed stages.
+      lists: gradients as ``spmd.Results`` has them: lists of leaves, those of stages placed.
+    """
     local = zip(placed["stages"].local, lists["stages"].local, strict=True)
     given = params["stages"]
     if isinstance(given, PlacedStages):
@@ -58,7 +64,7 @@ def gradients_like(params: Tree, placed: Tree, lists: Tree, schedule: Schedule) 
 
 
 def as_tree(tree: Tree, gradients: list[Any]) -> Tree:
-    """The gradient tree of ``tree``: None for what is frozen, float0 for what can have no gradient."""
+    """The list of gradients in the form of ``tree``: None for frozen leaves, float0 for those not floating."""
     leaves, form = jax.tree.flatten(tree)
     given: Any = form
     rows = zip(leaves, gradients, strict=True)

@@ -1,4 +1,4 @@
-"""Run a piece of work only on the ranks and ticks that want it, in one of three forms."""
+"""Guards: run a piece of work only on the ranks and ticks that need it, in one of three forms."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
@@ -11,19 +11,21 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from dualpipe_jax.engine.state import Entry
 
 Divergence = Literal["loop", "switch", "none"]
-"""How ranks part ways in a tick: each unit in a loop of zero or one trips; all units the branches of one conditional;
-or not at all: every rank runs every unit that some rank has in that tick, and keeps what it wants."""
+"""How ranks run different units in one tick. "loop": each unit is a loop of zero or one trips. "switch": all
+units are branches of one conditional. "none": every rank runs every unit that some rank has in that tick, and
+keeps the results of its own alone."""
 
 
 GPU = frozenset({"gpu", "cuda", "rocm"})
-"""Names of the platform, of devices that are there and of those that are compiled for."""
+"""The names of the GPU platform, for devices that are present and for devices that are only compiled for."""
 
 
 def usual_divergence(platform: str | None) -> Divergence:
-    """The form that suits devices of a platform, None of no devices: "switch" on GPUs from JAX 0.11 on, else "loop".
+    """The form that suits a platform (None: there are no devices): "switch" on GPUs from JAX 0.11 on, else "loop".
 
-    On a GPU each loop waits for the host, and a conditional once. On an H200 four schedules took 1 to 2 % less with it,
-    of units of some milliseconds. The compiler of JAX 0.10 copies all pools and sums in every branch.
+    On a GPU each loop waits for the host, and so does a conditional, of which a tick has only one. On an H200
+    the steps of four schedules, with units of some milliseconds, took 1 to 2 % less time with the
+    conditional. The compiler of JAX 0.10 copies all pools and sums in every branch.
     """
     return "switch" if platform in GPU and jax.__version_info__ >= (0, 11) else "loop"
 
@@ -31,25 +33,28 @@ def usual_divergence(platform: str | None) -> Divergence:
 def run_if(
     wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: Any, sums: Collection[Entry] = ()
 ) -> Any:
-    """``state = work(state, *operands)`` if wanted.
+    """``work(state, *operands)`` if wanted, else ``state``.
 
     Arguments:
       wanted: bool scalar, different on different ranks.
       work: takes the state and the operands, returns the new state.
       state: what work changes, updated in place.
       operands: what work reads and no guard changes: parameters, the row of the table.
-      sums: entries of the state, then a ``State``, that work adds to every time, and does nothing else with.
+      sums: entries of the state to which work adds in every trip and with which it does nothing else. If
+        there are any, the state is a ``State``.
 
     A loop and not ``lax.cond``, because a loop's state is updated in place on every platform. The barrier is
-    what makes it a guard: without it XLA moves work that does not depend on the state out of the loop, and
-    runs it at every tick on every rank. So everything that work computes with must come through here.
+    needed: without it XLA moves work that does not depend on the state out of the loop, and runs it at every
+    tick on every rank. So everything that work computes with must be an argument here, none of it closed
+    over.
 
-    Slot pools and sums belong in the state of every guard that touches them, also of one that only reads:
-    as one guard's result is the next one's state, a single buffer passes through all. Closed over, a pool
-    that another guard changes is copied whole at each tick (the CPU time of a 1F1B step rose 3.3 times).
+    Slot pools and sums belong in the state of every guard that touches them, also of one that only reads
+    them: since one guard's result is the next guard's state, a single buffer passes through all. A pool that
+    is closed over, and that another guard changes, is copied whole at each tick (the CPU time of a 1F1B step
+    rose 3.3 times).
 
-    Sums go around the barrier: no work with them can leave the loop, as each trip changes them, and on GPU no product
-    adds to what comes out of a barrier.
+    Sums go around the barrier: no work with them can leave the loop, as each trip changes them, and on GPU no
+    matrix product can add in place to an array that comes out of a barrier.
     """
 
     def trip(i, state):
@@ -68,12 +73,12 @@ def run_one(
     sums: Collection[Entry] = (),
     begin: Callable[[Any], Any] = lambda state: state,
 ) -> Any:
-    """``state = works[number](state, *operands)``, or the state as it is where the number is none of them.
+    """``works[number](begin(state), *operands)``, or ``begin(state)`` if there is no work of that number.
 
-    One conditional: on GPU each guard costs a round trip to the host, and this is a single one. Sums go around its
-    barrier, as in ``run_if``: a branch that added to what comes out of one would write each product, and the sum after
-    it. ``begin`` puts what holds nothing yet into the state of every branch; handed in, XLA copies it in each branch
-    that hands it on.
+    One conditional: on GPU each guard costs a round trip to the host, and this one costs a single trip for
+    all works. Sums go around its barrier, as in ``run_if``: a branch that added to the output of a barrier
+    would write each product to memory, and then the sum. ``begin`` adds arrays that hold nothing yet to the
+    state, inside every branch: if they were handed in, XLA would copy them in each branch that hands them on.
     """
 
     def branch(work):
@@ -92,12 +97,13 @@ def run_one(
 def run_together(
     anywhere: jax.Array, wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: Any
 ) -> Any:
-    """Do what ``run_if`` does, but the same operations on all ranks, in lockstep.
+    """Do what ``run_if`` does, but with the same operations on all ranks, in lockstep.
 
     Arguments:
-      anywhere: bool scalar, whether any rank wants it: the same on all ranks, which so go one way.
-      wanted: whether this one does, and keeps what work makes.
-      work, state, operands: as of ``run_if``.
+      anywhere: bool scalar, whether any rank wants the work. It is equal on all ranks, so that all take the
+        same branch.
+      wanted: bool scalar, whether this rank wants the work and keeps its result.
+      work, state, operands: see ``run_if``.
     """
 
     def work_and_keep(state, wanted, *operands):
@@ -108,7 +114,7 @@ def run_together(
 
 
 def _apart(state: Any, sums: Collection[Entry]) -> tuple[Any, Any]:
-    """What goes through a barrier, and the sums, which go around it."""
+    """The state in two: the part that goes through a barrier, and the sums, which go around it."""
     return (state.pick(state.entries - {*sums}), state.pick(sums)) if sums else (state, None)
 
 
@@ -117,10 +123,10 @@ def _together(held: Any, around: Any) -> Any:
 
 
 def pin(state: Any) -> Any:
-    """Keep every array row-major.
+    """The state with every array held in row-major layout.
 
-    Left to itself the TPU compiler gives each guard the layouts that suit it, and copies whole pools between
-    guards that differ.
+    Without it the TPU compiler gives each guard the layouts that suit that guard, and copies whole pools
+    between guards whose layouts differ.
     """
 
     def hold(a):

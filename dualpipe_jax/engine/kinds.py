@@ -24,12 +24,13 @@ from dualpipe_jax.split.run import evaluate
 
 @dataclasses.dataclass(frozen=True)
 class Sight:
-    """Types of all that a stage sees on one device, typed keys as such.
+    """Types of all that a stage sees on one device; PRNG keys are typed keys here.
 
     Attributes:
-      own, shared: its parameters and those of all.
-      x: what it is given; None at the first stage.
-      at: the rest.
+      own: types of the stage's own parameters.
+      shared: types of the shared parameters.
+      x: types of its input; None at the first stage.
+      at: types of the stage's ``At``.
     """
 
     own: Tree
@@ -39,9 +40,9 @@ class Sight:
 
 
 def plain(kind: str, function: StageFunction, sight: Sight, vary: Vary) -> Callable[..., Any]:
-    """A stage of raw trees: ``f((own, shared), (x, at)) -> ((x, losses), metrics)``.
+    """A stage as a function of raw trees: ``f((own, shared), (x, at)) -> ((x, losses), metrics)``.
 
-    Typed keys are integers here, which is what slots and permutes know; losses are float32.
+    PRNG keys are plain integers here, since slots and permutes cannot hold typed keys; losses are float32.
     """
 
     def stage(params: tuple[Tree, Tree], seen: tuple[Tree, At]) -> Any:
@@ -55,7 +56,10 @@ def plain(kind: str, function: StageFunction, sight: Sight, vary: Vary) -> Calla
 
 
 def counting(stage: Callable[..., Any], params: Tree, seen: Tree) -> Callable[..., Any]:
-    """The stage with ``(metrics, dropped)`` for its metrics, see ``Report``; dropped is None where it plans nothing."""
+    """The stage with ``(metrics, dropped)`` in place of metrics, see ``Report``.
+
+    ``dropped`` is None if the stage dispatches no tokens to experts.
+    """
     revealed = reveal(stage, DROPPED, params, seen)
 
     def counted(params: Tree, seen: Tree) -> Any:
@@ -69,7 +73,7 @@ def counting(stage: Callable[..., Any], params: Tree, seen: Tree) -> Callable[..
 
 
 def sum_marked(marked: Sequence[jax.Array]) -> jax.Array:
-    """All that ``reveal`` found, together: int32 []."""
+    """The sum of all arrays that ``reveal`` found: int32 []."""
     return functools.reduce(jnp.add, [jnp.sum(counts, dtype=jnp.int32) for counts in marked])
 
 
@@ -77,13 +81,13 @@ class ForwardKind:
     """A kind of stage that keeps nothing for a backward.
 
     Attributes:
-      name: what the model calls it.
-      y: types of what it hands on, or at the last stage gives out.
+      name: the kind's name in the model.
+      y: types of the stage's output, which goes to the next stage or, at the last stage, to the caller.
       losses: names of its losses.
       metrics: types of its metrics, by name.
       dropped: type of the number of dropped assignments, None for a stage without experts.
-      keep_input: how long x is read.
-      kept: for each of ``KEPT`` the types of what is kept: nothing.
+      keep_input: the last part that reads x: "F", "I" or "W".
+      kept: for each of ``KEPT`` the types of the arrays that are kept: none here.
     """
 
     keep_input: Literal["F", "I", "W"] = "F"
@@ -99,21 +103,23 @@ class ForwardKind:
     def forward(
         self, params: tuple[Tree, Tree], seen: tuple[Tree, At]
     ) -> tuple[Any, Tree, list[Any], list[Any]]:
-        """Gives ((x, losses), (metrics, dropped), [], [])."""
+        """Returns ((y, losses), (metrics, dropped), [], [])."""
         return *self.function(params, seen), [], []
 
 
 class Kind(ForwardKind):
-    """A kind of stage with its backward, in whole and in halves.
+    """A kind of stage with its backward, whole and in two halves.
 
-    Gradients are lists, over the leaves whose numbers these attributes have. A leaf that the kind does not use, or
-    that is frozen, is not among them: nothing is computed, kept or added for it.
+    Gradients are lists, with an entry for each leaf whose number is in ``own``, ``shared``, ``x`` or
+    ``batch``. A leaf that the kind does not use, or that is frozen, is in none of them: nothing is computed,
+    kept or added for it.
 
     Further attributes:
-      own, shared: leaves of the parameters.
-      x: leaves of what is handed in.
-      batch: leaves of the batch.
-      floating_x: all floating leaves of what is handed in.
+      plan: the parts of the stage function.
+      own, shared: the numbers of the leaves of the own and of the shared parameters that have gradients.
+      x: the numbers of the leaves of the input x that have gradients.
+      batch: the numbers of the leaves of the batch that have gradients.
+      floating_x: the numbers of all floating leaves of the input x.
     """
 
     def __init__(
@@ -153,7 +159,7 @@ class Kind(ForwardKind):
     def forward(
         self, params: tuple[Tree, Tree], seen: tuple[Tree, At]
     ) -> tuple[Any, Tree, list[Any], list[Any]]:
-        """Gives ((x, losses), (metrics, dropped), residuals_i, residuals_w)."""
+        """Returns ((y, losses), (metrics, dropped), residuals_i, residuals_w); y is None at the last stage."""
         return self.plan.forward(params, seen)
 
     def backward(
@@ -165,12 +171,14 @@ class Kind(ForwardKind):
         sums: Sequence[Any],
         links: Mapping[str, float] | None,
     ) -> "Gradients":
-        """I and W at once; gradients in which parameters' are the new ``sums``.
+        """I and W at once: the gradients, in which those of parameters are the new ``sums``.
 
-        With ``links``, see ``pair.interleave``, W's work is put beside I's collectives, if there are any.
+        With ``links`` (see ``pair.interleave``) W's work is done while I's collectives, if there are any, are
+        in flight.
 
-        ``kept`` is (residuals_i, residuals_w), ``dy`` that of the floating leaves of x and then of the losses by name;
-        x may be None where it is not read any more.
+        ``kept`` is (residuals_i, residuals_w). ``dy`` has the cotangents of the floating leaves of the output
+        x, and then those of the losses in the order of their names. The x of ``seen`` may be None where it is
+        not read any more.
         """
         given, handed_in = [*self._leaves(params, seen), *kept[0], *kept[1], *dy], self._handed_in(sums)
         if links is None:
@@ -195,7 +203,8 @@ class Kind(ForwardKind):
     ) -> tuple["Gradients", list[Any]]:
         """The gradients of x and of the batch, and the stash.
 
-        There is little to put beside its collectives: in an order of ours it took as long as in the compiler's.
+        Its work is left in the compiler's order: there is little to overlap with its collectives, and in an
+        order of our own it took as long.
         """
         arguments = [*self._leaves(params, seen), *kept[0], *kept[1], *dy, *[None] * len(self.plan.sums)]
         made = evaluate(self.plan.programs.input, arguments)
@@ -210,7 +219,7 @@ class Kind(ForwardKind):
         stash: list[Any],
         sums: Sequence[Any],
     ) -> "Gradients":
-        """The new ``sums``, to which the gradients of parameters are added."""
+        """The new ``sums``, to which the gradients of parameters have been added."""
         arguments = [*self._leaves(params, seen), *residuals_w, *stash, *self._handed_in(sums)]
         dparams = evaluate(self.plan.programs.weight, arguments)
         return self._gradients(self._added(sums, dparams), [None] * self.plan.x.num_gradients)
@@ -226,8 +235,9 @@ class Kind(ForwardKind):
     ) -> tuple[tuple[Any, Tree, list[Any], list[Any]], "Gradients", dict[tuple[str, int], Any]]:
         """A forward of this kind and a full backward of the other, each hiding the other's communication.
 
-        See ``pair.interleave``; ``made`` and ``used`` of pools count residuals. Gives what ``forward`` does (with pools
-        in place of residuals), gradients in which parameters' are the new ``sums``, and the pools that were written.
+        See ``pair.interleave``; ``made`` and ``used`` of a pool are numbers of residuals. Returns what
+        ``forward`` does (with pools in place of residuals), the gradients, in which those of parameters are
+        the new ``sums``, and the pools that were written.
         """
         mine, theirs = self.plan, other.plan
         ahead = len(jax.tree.leaves((mine.y, mine.aux)))
@@ -255,21 +265,21 @@ class Kind(ForwardKind):
         return mine.forward_results(outputs), other._gradients(*theirs.backward_results(made)), written
 
     def _handed_in(self, sums: Sequence[Any]) -> list[Any]:
-        """Those of the sums to which the plan's programs add themselves."""
+        """The sums that the plan's programs take as inputs and add gradients to."""
         return [sums[number] for number in self.plan.sums]
 
     def _fixed(self, num_given: int) -> list[int]:
-        """Which arguments of a backward exist long before it: parameters, and sums behind all that is given else."""
+        """The numbers of a backward's arguments that exist long before it: parameters, and sums, which come last."""
         return [*range(len(self.plan.params.types)), *range(num_given, num_given + len(self.plan.sums))]
 
     def _finish(self, sums: Sequence[Any]) -> dict[int, Callable[[Any], Any]]:
-        """Adds to the sums what the plan's programs do not add themselves."""
+        """By the number of a gradient that the plan's programs do not add to its sum, the function that adds it."""
         return {
             k: functools.partial(add_to, total) for k, total in enumerate(sums) if k not in self.plan.sums
         }
 
     def _added(self, sums: Sequence[Any], made: Sequence[Any]) -> list[Any]:
-        """The new sums, of what the plan's programs made."""
+        """The new sums, from the outputs of the plan's programs: gradients, or sums that are new already."""
         pairs = enumerate(zip(sums, made, strict=True))
         return [new if k in self.plan.sums else add_to(total, new) for k, (total, new) in pairs]
 
@@ -283,7 +293,11 @@ class Kind(ForwardKind):
 
 
 class Gradients(NamedTuple):
-    """What a backward made, over the leaves that ``Kind`` numbers; None in a half that does not make it."""
+    """The gradients of a backward, over the leaves that ``Kind`` numbers.
+
+    An entry is None where a half of a backward does not compute it. In ``own`` and ``shared`` the entries of
+    W and B are the new sums.
+    """
 
     own: list[Any]
     shared: list[Any]

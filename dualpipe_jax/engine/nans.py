@@ -1,4 +1,4 @@
-"""Where the first value that is not finite was made: looked for at every tick, told when the step is done."""
+"""Find where the first value that is not finite was made: a check at every tick, and an error at the step's end."""
 
 import functools
 
@@ -14,11 +14,11 @@ from dualpipe_jax.split.leaves import is_floating
 
 NEVER = np.iinfo(np.int32).max
 WATCHED = ("the stage's output", "a loss", "the gradient of the stage's input", "a gradient of parameters")
-"""What is looked at, in this order."""
+"""The values that are checked at each tick; ``what`` in ``State.first_bad`` is the number of one of them."""
 
 
 def watch(state: State, row: Row, tick: jax.Array) -> State:
-    """The state with "first_bad" as (tick, what, stage, microbatch) where this tick of a row made the first one."""
+    """The state with ``first_bad`` set to (tick, what, stage, microbatch) if this tick made the first bad value."""
     y, dx = (state.under_way.get(payload) for payload in ("y", "dx"))
     sums = state.own, state.shared, state.batch
     bad = jnp.stack([~_all_finite(tree) for tree in (y, state.losses, dx, sums)])
@@ -37,9 +37,10 @@ def _all_finite(tree: Tree) -> jax.Array:
 
 
 def raise_first(objective: jax.Array, first_bad: jax.Array, schedule: Schedule) -> None:
-    """Raise FloatingPointError from the running program where a value was not finite, with the place where that began.
+    """Raise FloatingPointError from the running program if a value was not finite; it says where that began.
 
-    first_bad: int32 [dp, pp, ep, 4], each device's.
+    first_bad: int32 [..., 4], with the axes of ``Step.axes`` as leading dims: ``State.first_bad`` of each
+      device.
     """
 
     def report(objective, first_bad):

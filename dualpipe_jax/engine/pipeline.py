@@ -1,4 +1,4 @@
-"""What users call: a model, a schedule and a mesh become a step."""
+"""The public class ``Pipeline``: a model, a schedule and a mesh become a step."""
 
 import dataclasses
 import functools
@@ -31,7 +31,8 @@ class Applied(NamedTuple):
     Attributes:
       objective: float32 scalar, the sum of the report's losses.
       report: see ``Report``.
-      outputs: the x of the last stage, [num_microbatches, microbatch size, ...], or None; see ``Pipeline.apply``.
+      outputs: the output x of the last stage, [num_microbatches, microbatch size, ...], or None; see
+        ``Pipeline.apply``.
     """
 
     objective: jax.Array
@@ -44,8 +45,9 @@ class Applied(NamedTuple):
 class Pipeline:
     """A model, run in the order of a schedule on the ranks of a mesh.
 
-    Its methods compute what ``jax.value_and_grad`` of the plain model does (``reference_value_and_grad``), and are
-    compiled at their first call. Make a Pipeline once: a new one in each iteration is compiled anew each time.
+    Its methods compute the same as ``jax.value_and_grad`` of the plain model (``reference_value_and_grad``),
+    and are compiled at their first call. Make a Pipeline once: a new one in each iteration is compiled anew
+    each time.
 
     >>> import jax.numpy as jnp
     >>> from dualpipe_jax import Out, Pipeline, StagedModel, make_mesh
@@ -60,53 +62,63 @@ class Pipeline:
     >>> float(loss), grads["stages"].tolist()
     (1.0, [[[1.0, 1.0], [1.0, 1.0]]])
 
-    params: {"stages", "shared"} as in ``StagedModel``; "stages" with a leading stage dim in model order, a list of one
-      tree for each stage, or as ``place`` gives it. Gradients have the same form: float0 for integers and keys, None
-      for other leaves that are frozen (see ``trained``).
-    batch: leaves [num_microbatches, microbatch size, ...]; the microbatch size is cut over "dp" and "ep". A schedule
-      with two pipes sends the first half of the microbatches into pipe 0.
+    params: {"stages", "shared"} as in ``StagedModel``. "stages" has a leading stage dim in model order, or is
+      a list of one tree for each stage, or has the form that ``place`` returns. Gradients have the same form:
+      float0 for integers and keys, None for other leaves that are frozen (see ``trained``).
+    batch: leaves [num_microbatches, microbatch size, ...]; the microbatch size is cut over "dp" and "ep". A
+      schedule with two pipes sends the first half of the microbatches into pipe 0.
     key: a typed PRNG key of the step, or None; see ``At.key``.
 
     Arguments:
-      model: see ``StagedModel``; a ``PipelineModel`` becomes one by ``staged``, which says what params and batch are.
-      schedule: any that ``validate`` accepts and whose ranks hold equally many stages.
-      mesh: with the axes "pp" (the schedule's ranks) and "ep", and "dp" and "node" if wanted; see ``make_mesh``. What
-        is said of "ep" below is said of "node", too: experts may lie over both. Further axes are left to the compiler:
-        shard parameters or activations over them as under ``jax.jit``.
-      param_specs: PartitionSpec over "ep" of each leaf of params as a stage's function sees it, without the stage dim;
-        a prefix of the tree will do, None (the default) means whole. The gradient of a leaf that is whole on every
-        device is summed over "ep".
-      storage_specs: PartitionSpec of each leaf as it is stored between steps, over "dp", "ep" and, of shared leaves,
-        "pp"; None: as it is used. What is stored cut further than it is used is gathered once a step, and its gradient
-        comes back reduce-scattered: see ``storage``.
-      compute_dtype: dtype in which floating leaves are used, a prefix of params; None keeps each leaf's own. They are
-        cast once a step, before they are gathered or sent to the rank of a second pipe; sums of their gradients are not
-        narrower for it. For bfloat16 on a CPU with JAX 0.11 or later turn YNNPACK off, or gradients of matrices are
-        summed in bfloat16: ``XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=``, see docs/pods.md.
-      frozen: whether a leaf has no gradient, a prefix of params; nothing is computed or kept for it.
-      input_grads: whether gradients have an entry "batch", for the batch's floating leaves (an encoder in front).
-      costs: relative costs by which actions are placed on ticks; changes the speed, not the result. None: equal ones,
-        and a pair that is fused takes as long as two actions.
-      accumulate_dtype: dtype in which gradients are summed over microbatches and devices, and returned. None: summed in
-        the parameter's own dtype but float32 at least, and rounded to the parameter's once, at the end.
-      fuse_pairs: run an overlapped pair as one computation, in which the compiler can hide the all-to-alls of
-        one direction behind the other's work, or as F and B after each other, with the same result. So it is with a
-        backward that is in no pair, and with its own work. None: fuse except on CPU, which overlaps nothing and would
-        copy every slot pool once a pair.
-      idle_sends: whether ranks exchange even at ticks at which no rank awaits anything. None: they do, except on CPU,
-        where an exchange takes time of its own. Elsewhere it runs while the rank works, and needs no conditional.
-      wide_gradients: whether matrix products make gradients in the dtype of their sums where that is wider, not rounded
-        to the parameter's; on GPU they then add to the sum at once. None: they do, except on CPU, where such products
-        are slow and may wait for each other's threads for ever (YNNPACK's; see docs/how_it_works.md).
-      divergence: how ranks part ways in a tick: "loop", each unit a loop of zero or one trips; "switch", one
-        conditional: a single round trip to the host on GPU, where each loop is one, but before JAX 0.11 all slot pools
-        and sums are copied at every tick there; "none", every rank runs each unit that some rank has in that tick,
-        results masked, for machines on which groups of devices may not part ways. The results are equal. None: "switch"
+      model: see ``StagedModel``. A ``PipelineModel`` is converted by ``staged``, which documents its params
+        and batch.
+      schedule: any that ``validate`` accepts and all ranks of which hold the same number of stages.
+      mesh: with the axes "pp" (the schedule's ranks) and "ep", and optionally "dp" and "node"; see
+        ``make_mesh``. Where "ep" is named below, "node" may be named too: experts may be sharded over both.
+        Further axes are left to the compiler: shard parameters or activations over them as under ``jax.jit``.
+      param_specs: PartitionSpec over "ep" of each leaf of params as a stage function sees it, without the
+        stage dim. A prefix of the tree is enough; None (the default) means not sharded. The gradient of a
+        leaf that is not sharded is summed over "ep".
+      storage_specs: PartitionSpec of each leaf as it is stored between steps, over "dp", "ep" and, for shared
+        leaves, "pp"; None: as it is used. A leaf that is stored over more axes than it is used over is
+        gathered once a step, and its gradient is reduce-scattered: see ``storage``.
+      compute_dtype: dtype in which floating leaves are used, a prefix of params; None keeps each leaf's own.
+        They are cast once a step, before they are gathered or sent to the rank of a second pipe; the sums of
+        their gradients keep the dtype that they have without it. For bfloat16 on a CPU with JAX 0.11 or later
+        turn YNNPACK off, or gradients of matrices are summed in bfloat16:
+        ``XLA_FLAGS=--xla_cpu_experimental_ynn_fusion_type=``, see docs/pods.md.
+      frozen: whether a leaf has no gradient, a prefix of params; nothing is computed or kept for a frozen
+        leaf.
+      input_grads: whether gradients have an entry "batch", for the batch's floating leaves, such as the
+        output of an encoder before the pipeline.
+      costs: relative costs by which actions are placed on ticks; they change the speed, not the result. None:
+        all actions cost the same, and a fused pair costs as much as two.
+      accumulate_dtype: dtype in which gradients are summed over microbatches and devices, and returned. None:
+        they are summed in the parameter's own dtype but at least float32, and rounded to the parameter's
+        dtype once, at the end.
+      fuse_pairs: whether an overlapped pair is one computation, in which the compiler can hide the
+        all-to-alls of one direction behind the work of the other, or an F and then a B; the result is the
+        same. If it is true, a full backward that is in no pair hides its all-to-alls behind its own weight
+        gradients in the same way. None: true except on CPU, which overlaps nothing and would copy every slot
+        pool once for each pair.
+      idle_sends: whether ranks exchange even at ticks at which no rank awaits anything. None: they do, except
+        on CPU, where an exchange takes time of its own. Elsewhere it runs while the rank works, and needs no
+        conditional.
+      wide_gradients: whether matrix products output gradients in the dtype of their sums where that is wider,
+        instead of rounding them to the parameter's dtype; on GPU they then add to the sum in the same kernel.
+        None: they do, except on CPU, where such products are slow and may wait for each other's threads for
+        ever (YNNPACK's; see docs/how_it_works.md).
+      divergence: how ranks run different units in one tick. "loop": each unit is a loop of zero or one trips.
+        "switch": all units are branches of one conditional. On GPU it costs a single round trip to the host,
+        where each loop costs one, but before JAX 0.11 all slot pools and sums are copied there at every tick.
+        "none": every rank runs each unit that some rank has in that tick, and masks the results; for machines
+        on which all devices must run the same operations. The results of all three are equal. None: "switch"
         on GPUs with JAX 0.11 or later, else "loop".
-      check_vma: let ``shard_map`` check over which axes values vary.
-      debug_nans: raise when a loss or a gradient is not finite, naming the microbatch and stage where that began.
+      check_vma: whether ``shard_map`` checks over which axes values vary.
+      debug_nans: whether to raise FloatingPointError when a loss or a gradient is not finite; it names the
+        microbatch and the stage where that began.
 
-    Raises ValueError, with all that is wrong at once, for a mesh or arguments that do not fit.
+    Raises ValueError, which lists all that is wrong, for a mesh or arguments that do not fit.
     """
 
     model: StagedModel | PipelineModel
@@ -143,11 +155,12 @@ class Pipeline:
     def apply(self) -> Callable[..., Applied]:
         """``apply(params, batch, key=None, outputs="none") -> Applied``, compiled: forward only.
 
-        Keeps no residuals and computes no gradients. A batch without targets will do if no stage asks for them.
+        It keeps no residuals and computes no gradients. The batch may lack targets if no stage reads them.
 
-        outputs: the x of the last stage, [num_microbatches, microbatch size, ...]: "none"; "everywhere", sent to all
-          ranks; or "last_rank", left where it is, behind a leading dim of ranks of which only the entry of a last
-          stage's rank has meaning (DualPipe has two: rank 0 for the second half of the microbatches).
+        outputs: what to return of the last stage's x, [num_microbatches, microbatch size, ...]: "none";
+          "everywhere", sent to all ranks; or "last_rank", left on its rank, with a further leading dim of
+          ranks. In that dim only the entries of ranks with a last stage have meaning. DualPipe has two such
+          ranks: rank 0 has the second half of the microbatches.
         """
         return jax.jit(self._apply, static_argnames="outputs")
 
@@ -155,54 +168,55 @@ class Pipeline:
     def loss(self) -> Callable[..., tuple[jax.Array, Report]]:
         """``loss(params, batch, key=None) -> (objective, Report)``, for ``jax.grad``, also as a term of a larger loss.
 
-        Not differentiated it runs forward only; differentiated, its forward does the whole pipelined step and keeps the
-        gradients, which the backward scales. The report's losses and floating metrics are differentiable too; where
-        they have a cotangent the backward runs a second step for them.
+        Without differentiation it runs forward only. Under differentiation its forward runs the whole
+        pipelined step and keeps the gradients, which the backward scales. The report's losses and floating
+        metrics are differentiable too; where they have a cotangent, the backward runs a second step for them.
 
-        params are differentiable, and with ``input_grads`` the batch's floating leaves; else differentiating by the
-        batch raises ValueError.
+        params are differentiable, and with ``input_grads`` so are the batch's floating leaves; without it,
+        differentiating by the batch raises ValueError.
         """
         return differentiable(self._apply, self._step, self._by_report, input_grads=self.input_grads)
 
     def units(self, ops: Collection[str] = ("FB",), *, every_kind: bool = False) -> Callable[..., Any]:
         """``value_and_grad`` with only some of its units in it, to be compiled and inspected, not to be run.
 
-        Each unit is there once, exactly as in the whole step: behind its guard, with the same slot pools, and with
-        the sends of every tick. By default that is one overlapped pair, F of one microbatch and B of another: what a
-        step spends most of its time on, in a fraction of the time that a step takes to compile. In compiled programs
-        the units are found by the scopes "pair/KIND-KIND", "forward/KIND", "backward/KIND", "backward_input/KIND" and
-        "backward_weight/KIND".
+        Each unit is there once, exactly as in the whole step: inside its guard, with the same slot pools, and
+        with the sends of every tick. The default is one overlapped pair, F of one microbatch and B of
+        another: a step spends most of its time on such pairs, and one pair compiles in a fraction of the time
+        of a step. In compiled programs the units are found by the scopes "pair/KIND-KIND", "forward/KIND",
+        "backward/KIND", "backward_input/KIND" and "backward_weight/KIND".
 
-        Lower and compile it, of arrays or of ShapeDtypeStructs with shardings:
+        Lower and compile it for arrays or for ShapeDtypeStructs with shardings:
         ``pipeline.units().lower(params, batch).compile()``.
 
         Arguments:
-          ops: of "FB", "F", "B", "I", "W"; see ``units_alone``.
-          every_kind: each op for every kind of stage, not only for the most frequent one; of kinds that are alike
-            (``StagedModel.alike``) for one.
+          ops: some of "FB", "F", "B", "I", "W"; see ``units_alone``.
+          every_kind: whether each op is there for every kind of stage, not only for the most frequent one.
+            Kinds that are alike (``StagedModel.alike``) count as one.
 
         Raises ValueError for ops that the schedule runs nowhere.
         """
         return jax.jit(functools.partial(self._step, units=tuple(ops), every_kind=every_kind))
 
     def state(self, params: Tree, batch: Tree, key: jax.Array | None = None) -> State:
-        """What the engine keeps on each device while a step runs, as shapes; nothing is computed or compiled.
+        """The engine's state on one device while a step runs, as ShapeDtypeStructs; computes and compiles nothing.
 
-        Its arguments are those of ``value_and_grad``, or their ShapeDtypeStructs. It returns the ShapeDtypeStructs of
-        one device.
+        Its arguments are those of ``value_and_grad``, or their ShapeDtypeStructs.
         """
         return self.sketch(params, batch, key).state
 
     @functools.cached_property
     def rehearse(self) -> Callable[..., tuple[jax.Array, Tree, State]]:
-        """``rehearse(params, batch, state, ticks, times) -> (objective, gradients, state)``, compiled, of other ticks.
+        """``rehearse(params, batch, state, ticks, times) -> (objective, gradients, state)``, compiled.
 
-        For measuring what single units take, each exactly as in the whole step: it goes on from a state, in whose
-        slots earlier ticks left what units read. Gradients are those of placed leaves, in lists.
+        It runs the given ticks in place of the schedule's. It measures the time of single units, each exactly
+        as in the whole step: it continues from a state in which earlier ticks have filled the slots that the
+        units read. Gradients are those of placed leaves, in lists.
 
-        state: arrays of the types of ``state_everywhere``, or what the last call returned; it is donated.
+        state: arrays of the types of ``state_everywhere``, or the state that the last call returned; it is
+          donated.
         ticks: int32 [ticks, ranks, columns], as ``table.array`` is; see ``unit_everywhere``.
-        times: int32 [ticks], how often each is run before the next.
+        times: int32 [ticks], how often each tick is run before the next.
         """
 
         def rehearse(params: Tree, batch: Tree, *more: Any) -> tuple[jax.Array, Tree, State]:
@@ -212,7 +226,7 @@ class Pipeline:
         return jax.jit(rehearse, donate_argnums=2)
 
     def state_everywhere(self, params: Tree, batch: Tree) -> State:
-        """``state`` of all devices, as ShapeDtypeStructs with shardings: each leaf has a leading dim, the devices."""
+        """``state`` of all devices, as ShapeDtypeStructs with shardings: each leaf has a leading dim of devices."""
         axes = self._bound(jax.eval_shape(self.placed, params)).axes
         devices = math.prod(self.mesh.shape[axis] for axis in axes)
         lies = NamedSharding(self.mesh, PartitionSpec(axes))
@@ -227,16 +241,16 @@ class Pipeline:
         return self.sketch(params, batch, key).table
 
     def sketch(self, params: Tree, batch: Tree, key: jax.Array | None = None) -> spmd.Sketch:
-        """``state``, ``table`` and the FLOPs of each unit, of one trace: that takes seconds where stages are deep."""
+        """``state``, ``table`` and the FLOPs of each unit, from one trace: tracing takes seconds if stages are deep."""
         placed = jax.eval_shape(self.placed, params)
         return spmd.sketch(self._bound(placed), placed, batch, key)
 
     # ------------------------------------------------------------------- placing
 
     def shardings(self, params: Tree) -> Tree:
-        """A NamedSharding for every leaf of ``place``'s result; ``params`` may be ShapeDtypeStructs.
+        """A NamedSharding for every leaf of the result of ``place``; ``params`` may be ShapeDtypeStructs.
 
-        For ``jax.jit(init, out_shardings=...)``, which makes every array where it belongs.
+        Use it in ``jax.jit(init, out_shardings=...)``, which makes every array on the devices where it belongs.
         """
         placed = jax.eval_shape(self.placed, params)
         specs = self._bound(placed).param_specs(len(placed["stages"].local))
@@ -248,9 +262,9 @@ class Pipeline:
         return params | {"stages": to_placed(params["stages"], self.schedule.placement)}
 
     def place(self, params: Tree) -> Tree:
-        """Put params where a step wants them, stages on their ranks: once, before a training loop.
+        """Put params on the devices where a step needs them, stages on their ranks: once, before a training loop.
 
-        They may be on any devices: what is on other devices than the mesh's is copied by way of the host.
+        They may be on any devices: arrays on other devices than the mesh's are copied through the host.
 
         >>> import jax.numpy as jnp
         >>> from dualpipe_jax import Out, Pipeline, StagedModel, make_mesh
@@ -268,7 +282,7 @@ class Pipeline:
     def unplace(self, params: Tree) -> Tree:
         """The inverse of ``place``, for gradients too: leaves [num_stages, ...] in model order.
 
-        Raises ValueError for what was not placed, or for another schedule.
+        Raises ValueError for params that were not placed, or were placed for another schedule.
         """
         placement = self.schedule.placement
         return jax.jit(lambda p: p | {"stages": from_placed(p["stages"], placement)})(params)
@@ -278,7 +292,8 @@ class Pipeline:
     def trained(self, tree: Tree) -> Tree:
         """Params, or gradients of them, with None for every leaf that is frozen or not floating.
 
-        Optimizers of optax map over leaves and want one form of both; a gradient of None, or float0, is not one::
+        Optimizers of optax map over params and gradients together and need the same tree for both, without
+        gradients that are None or float0. Use them so::
 
             optimizer_state = optimizer.init(pipeline.trained(params))
             _, gradients = pipeline.value_and_grad(params, batch)
@@ -290,7 +305,10 @@ class Pipeline:
         return forms.trained(tree, self.frozen, self.schedule.placement.num_model_stages)
 
     def with_trained(self, params: Tree, trained: Tree) -> Tree:
-        """Params with the leaves of ``trained`` where it has any: the inverse of ``trained``."""
+        """Params with the leaves of ``trained`` in place of their own where those are not None.
+
+        It is the inverse of the method ``trained``.
+        """
         return forms.with_trained(params, trained)
 
     @property
@@ -317,7 +335,7 @@ class Pipeline:
         return self._platform == "cpu"
 
     def _reachable(self, leaf: Any) -> Any:
-        """The leaf where a program of this mesh takes it."""
+        """The leaf, copied to the host if it lies on devices from which a program of this mesh cannot take it."""
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.committed:
             return leaf
         if leaf.sharding.device_set == set(self.mesh.devices.flat):
@@ -403,7 +421,7 @@ class Pipeline:
     def _by_report(self, params: Tree, batch: Tree, key: jax.Array | None, cotangents: Report) -> Tree:
         """The gradients of <cotangents, report>: a step of the same stages with another objective.
 
-        The cotangents are shared parameters, frozen.
+        The cotangents are frozen shared parameters of that step.
         """
         parts = self.schedule.num_microbatches * self._bound(self.placed(params)).num_parts
 
@@ -422,7 +440,7 @@ class Pipeline:
 
     def _watch(self, results: Results) -> None:
         if results.first_bad is not None:
-            # Left in parts, it is brought to the callback's device with a warning of XLA's.
+            # Sharded, it would be moved to the callback's device, with a warning of XLA.
             everywhere = NamedSharding(self.mesh, PartitionSpec())
             first_bad = jax.lax.with_sharding_constraint(results.first_bad, everywhere)
             nans.raise_first(results.objective, first_bad, self.schedule)

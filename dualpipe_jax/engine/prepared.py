@@ -1,7 +1,9 @@
-"""What stages make of their parameters alone: made before the first tick, its gradients led back after the last.
+"""Values that stages compute from their parameters alone.
 
-These values come in two groups: layers of leaves that hold several, the same for all kinds of stages, and what their
-matmuls make. A rank's stage is of one kind, so all kinds put what they make in the same places.
+They are computed before the first tick, and their gradients are led back to the parameters after the last.
+There are two groups of values: the layers of leaves that hold several layers, which are the same for all
+kinds of stages, and the results of matmuls of parameters. A rank's stage is of one kind, so all kinds put
+these results in the same places.
 """
 
 import dataclasses
@@ -25,7 +27,13 @@ from dualpipe_jax.split.leaves import cut, is_floating
 
 
 class Place(NamedTuple):
-    """Where kinds put a value: the ``turn``-th of its type that gets a gradient, or gets none."""
+    """The place of a value of a kind.
+
+    Attributes:
+      type: the value's shape and dtype.
+      wanted: whether the value gets a gradient.
+      turn: its number, from 0, among the kind's values of the same type and the same ``wanted``.
+    """
 
     type: jax.ShapeDtypeStruct
     wanted: bool
@@ -34,14 +42,15 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """Values of parameters alone; a stage's own parameters are ``(own, values)`` to the rest of the engine.
+    """The values that depend on parameters alone. The rest of the engine sees ``(own, values)`` as own parameters.
 
     Attributes:
-      kinds: of each kind of stage, what it makes of (own, shared).
+      kinds: for each kind of stage, the function that computes its values from (own, shared), and the stage
+        function that takes them.
       kind_of: the kind of each model stage.
-      placement: which stages a rank has.
+      placement: the stages of each rank.
       vary: see ``Vary``.
-      trained: which leaves of (own, shared) have gradients.
+      trained: for each leaf of (own, shared) whether it has a gradient.
     """
 
     kinds: Sequence[Hoisted]
@@ -52,7 +61,7 @@ class Prepared:
 
     @functools.cached_property
     def layers(self) -> dict[Layer, jax.ShapeDtypeStruct]:
-        """Those of all kinds, with their types."""
+        """The layers that any kind reads, each with its type."""
         return {
             layer: value
             for kind in self.kinds
@@ -61,7 +70,7 @@ class Prepared:
 
     @functools.cached_property
     def places_of(self) -> list[list[Place]]:
-        """Of each kind, where what its matmuls make lies."""
+        """For each kind, the places of the results of its matmuls."""
         trained = jax.tree.leaves(self.trained)
 
         def places(kind: Hoisted) -> list[Place]:
@@ -77,7 +86,7 @@ class Prepared:
 
     @functools.cached_property
     def places(self) -> list[Place]:
-        """All of them, as many of a type as the kind that makes most of it needs."""
+        """All places: of each type as many as the kind with most values of that type needs."""
         return list(dict.fromkeys(place for places in self.places_of for place in places))
 
     @property
@@ -86,12 +95,12 @@ class Prepared:
 
     @property
     def wanted(self) -> list[list[bool]]:
-        """Whether each value gets a gradient: where something trained is in it."""
+        """Whether each value gets a gradient: whether it depends on a leaf that is trained."""
         leaves = jax.tree.leaves(self.trained)
         return [[leaves[layer.leaf] for layer in self.layers], [place.wanted for place in self.places]]
 
     def function(self, kind: int) -> Callable[..., Any]:
-        """A kind's stage, of ``((own, values), shared)`` and what it sees."""
+        """The stage function of a kind, with the arguments ``((own, values), shared)`` and ``seen``."""
         hoisted, places = self.kinds[kind], self.places_of[kind]
 
         def stage(params: tuple[tuple[Tree, Any], Tree], seen: Any) -> Any:
@@ -102,7 +111,7 @@ class Prepared:
         return stage
 
     def stages(self, own: Sequence[Tree], shared: Tree) -> tuple[tuple[Tree, Any], ...]:
-        """``(own, values)`` of each local stage; zeros in places that its kind does not fill."""
+        """``(own, values)`` of each local stage; places that its kind does not fill hold zeros."""
         return tuple((stage, self._values(local, stage, shared)) for local, stage in enumerate(own))
 
     def _values(self, local: int, own: Tree, shared: Tree) -> list[list[jax.Array]]:
@@ -127,12 +136,13 @@ class Prepared:
         gradients: Sequence[list[Any]],
         of_shared: list[Any],
     ) -> tuple[list[list[Any]], list[Any]]:
-        """Gradients of own and shared, those by way of the values added.
+        """The whole gradients of own and shared parameters: those through the values are added to the given ones.
 
         Arguments:
-          params: what ``stages`` gave.
-          gradients: of each local stage a list over the leaves of ``(own, values)``; None for a leaf without one.
-          of_shared: likewise of the shared parameters.
+          params: what ``stages`` returned.
+          gradients: for each local stage a list over the leaves of ``(own, values)``, None for a leaf without
+            gradient.
+          of_shared: such a list over the leaves of the shared parameters.
         """
         stages = []
         for local, ((own, _), given) in enumerate(zip(params, gradients, strict=True)):
@@ -149,7 +159,7 @@ class Prepared:
         return stages, of_shared
 
     def _stacked(self, params: tuple[Tree, Tree], of_layers: list[Any]) -> list[Any]:
-        """The gradient of each leaf of params from those of its layers, None where there are none."""
+        """The gradient of each leaf of params, stacked from those of its layers; None where no layer has one."""
 
         def whole(number: int, leaf: Any) -> Any:
             given = [
@@ -168,7 +178,7 @@ class Prepared:
     def _led_back(
         self, number: int, local: int, params: tuple[Tree, Tree], of_values: list[Any]
     ) -> list[Any]:
-        """One for each leaf of params, None for those of which no value with a gradient is made."""
+        """The gradient of each leaf of params through the values of a kind; None where there is none."""
         leaves, kind = jax.tree.leaves(params), self.kinds[number]
         made_of = [
             s for s, g in zip(kind.sources[len(kind.layers) :], of_values, strict=True) if g is not None
@@ -181,7 +191,7 @@ class Prepared:
             led = jax.tree.leaves(kind.postlude(params, [*[None] * len(kind.layers), *each]))
             return [led[i] for i in reached]
 
-        # Not of all leaves: where a model is large, zeros of it are what there is no room for.
+        # Only for the leaves that are reached: zeros for all of a large model would not fit into memory.
         none = self.vary([jnp.zeros(leaves[i].shape, leaves[i].dtype) for i in reached])
         there = [g for g in of_values if g is not None]
         made = dict(zip(reached, run_if(self._is(number, local), work, none, params, *there), strict=True))
@@ -192,11 +202,11 @@ class Prepared:
         return [self.kind_of[self.placement.model_stage(on[local])] for on in self.placement.stages_on]
 
     def _makers(self, local: int) -> list[int]:
-        """The kinds that make something and stand there on some rank."""
+        """The kinds that some rank has at this local stage and that compute values by matmuls."""
         return [number for number in sorted({*self._kinds_on_ranks(local)}) if self.places_of[number]]
 
     def _is(self, number: int, local: int) -> jax.Array:
-        """Whether this rank's local stage is of the kind: elsewhere the prelude would see parameters of another."""
+        """Whether this rank's local stage is of the kind: else the prelude would see parameters of another kind."""
         of_rank = np.array(self._kinds_on_ranks(local)) == number
         return jnp.asarray(of_rank)[lax.axis_index(PP)]
 

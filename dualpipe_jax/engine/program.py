@@ -1,4 +1,4 @@
-"""What one rank does in a step: parameters in, the scan over ticks, reductions, gradients out."""
+"""The program of one rank for one step: parameters in, the scan over ticks, reductions, gradients out."""
 
 from typing import Any, Literal
 
@@ -29,10 +29,10 @@ Outputs = Literal["none", "last_rank", "everywhere"]
 
 
 class Program:
-    """What one rank does, inside shard_map: parameters in, the scan, reductions, gradients out.
+    """The program of one rank, inside shard_map.
 
-    Per device: stages [1, ...] of its rank, shared parameters as they are stored, batch [num_microbatches, part of a
-    microbatch, ...].
+    Its arguments on one device: the stages of its rank, leaves [1, ...]; the shared parameters as they are
+    stored; the batch, leaves [num_microbatches, part of a microbatch, ...].
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Program:
         self.tasks = works.tasks()
 
     def _gathered(self, stage: Tree, *, in_parts: bool) -> Tree:
-        """Those leaves made whole that cross ranks in parts, or the others; all are cast."""
+        """The stage with all leaves cast, and with those gathered whose ``crosses_in_parts`` equals ``in_parts``."""
 
         def one(lies: Leaf, leaf: jax.Array) -> jax.Array:
             return lies.gather(leaf) if lies.crosses_in_parts is in_parts else lies.cast(leaf)
@@ -82,7 +82,10 @@ class Program:
         return map_leaves(one, self.step.layout["stages"], stage)
 
     def _traced(self, gathered: Tree, shared: Tree, own: Tree, batch: Tree, key: Any) -> Traced:
-        """The model's kinds, given the types of parameters, of a batch and of a key as the caller has them."""
+        """The model's kinds, traced.
+
+        ``gathered`` holds one stage's parameters; the other arguments have the types of the caller's arguments.
+        """
         step = self.step
         sums = (own, shared, step.accumulate_dtype) if step.wide_gradients else None
         own, shared = jax.eval_shape(lambda: (typed(gathered, own), typed(self.shared, shared)))
@@ -108,7 +111,11 @@ class Program:
         return units_alone(table, step.units, self._stand_ins() if step.every_kind else None)
 
     def _stand_ins(self) -> list[int]:
-        """For each kind the first alike; one at an end, which is handed less or hands on less, is like none."""
+        """For each kind the number of the first kind alike.
+
+        The kinds of the first and the last stage are alike to no other: one takes no x, the other hands none
+          on.
+        """
         alike, kind_of = self.step.model.alike, self.prepared.kind_of
         likes = [
             number if number in (kind_of[0], kind_of[-1]) else alike.get(kind.name, kind.name)
@@ -117,7 +124,10 @@ class Program:
         return [likes.index(each) for each in likes]
 
     def _seeds(self, types: Tree) -> dict[str, jax.Array]:
-        """The weight of each loss in each microbatch here, [num_microbatches], 1 on average over all parts."""
+        """The weight of each loss in this device's part of each microbatch, [num_microbatches].
+
+        Their average over all parts of all microbatches is 1.
+        """
         step = self.step
         names = sorted({name for kind in self.kinds for name in kind.losses})
 
@@ -151,7 +161,7 @@ class Program:
         )
 
     def initial_state(self) -> State:
-        """Pools with nothing in them, nothing to send, zero sums."""
+        """The state before the first tick: uninitialised pools, nothing to send, zero sums."""
         slots = self.table.num_slots
         nothing = tick.fresh(self.boundary, ("y", "dx"))
         state = State(pools={"x": make_pool(slots["x"], self.boundary)}, under_way={"y": nothing["y"]})
@@ -178,7 +188,7 @@ class Program:
         return self.vary(state)
 
     def _sums(self) -> State:
-        """A zero for every gradient that there may be."""
+        """Zero sums for every gradient that any unit may add to."""
         dtype, source = self.step.accumulate_dtype, self.stored["stages"]
         owners = [*range(len(source))]
         owners += [owner for owner, _ in homes(self.schedule.placement).borrowed]
@@ -216,7 +226,7 @@ class Program:
         return sum(losses.values(), jnp.float32(0)), Report(losses, metrics, dropped)
 
     def gradients(self, state: State) -> Tree:
-        """Reduce each sum over the axes that it still owes, and scale what the device keeps of it."""
+        """The gradients: each sum reduced over the axes over which it is still partial, then scaled to a mean."""
         step, all_sums = self.step, self._sums()
         known = state.entries
         scale = 1 / (self.schedule.num_microbatches * step.num_parts)
@@ -233,7 +243,7 @@ class Program:
             return [one(leaf, stop) for leaf, stop in enumerate(jax.tree.leaves(frozen))]
 
         def reduced(sums: list[Any], layout: Tree, *more: str, in_parts: bool | None = None) -> list[Any]:
-            """All, or those that cross ranks in parts, or the others."""
+            """The sums reduced: all if ``in_parts`` is None, else those whose ``crosses_in_parts`` equals it."""
 
             def one(total: Any, lies: Leaf) -> Any:
                 chosen = total is not None and in_parts in (None, lies.crosses_in_parts)
@@ -267,17 +277,20 @@ class Program:
         return {"stages": lead, "shared": shared, "batch": by_batch if step.input_grads else []}
 
     def outputs(self, state: State, where: Outputs) -> Tree:
-        """What the last stages returned; zeros on all ranks but theirs."""
+        """The outputs of the last stages, [num_microbatches, ...]; None for "none".
+
+        "last_rank" adds a leading dim of 1 for the rank; the array is zero where the rank has no last stage.
+        """
         if where == "none":
             return None
         made = state.outputs
         if where == "last_rank":
             return typed(jax.tree.map(lambda a: a[None], made), self.result)
-        summed = jax.tree.map(lambda a: lax.psum(a, PP).astype(a.dtype), made)  # of bools it is a count
+        summed = jax.tree.map(lambda a: lax.psum(a, PP).astype(a.dtype), made)  # psum makes integers of bools
         return typed(summed, self.result)
 
     def first_bad(self, state: State) -> jax.Array | None:
-        """Leading dims for the mesh's axes."""
+        """``State.first_bad`` with a leading dim of 1 for each axis of ``Step.axes``; None without ``debug_nans``."""
         return state.first_bad[(None,) * len(self.step.axes)] if self.step.debug_nans else None
 
 

@@ -35,8 +35,9 @@ def reference_loss(
 ) -> Callable[..., tuple[jax.Array, Report]]:
     """``loss(params, batch, key=None) -> (loss, Report)``: each microbatch through every stage, one after another.
 
-    Its arguments and results are those of ``Pipeline.loss``, on one device; the model's collectives see axes of size
-    one. Gradients of it are summed over microbatches in float32 at least, whatever the parameters' dtype.
+    Its arguments and results are those of ``Pipeline.loss``, on one device; the model's collectives see axes
+    of size one. Its gradients are summed over microbatches in float32 at least, whatever the parameters'
+    dtype.
 
     >>> import jax, jax.numpy as jnp
     >>> from dualpipe_jax import Out, StagedModel, reference_loss
@@ -50,8 +51,8 @@ def reference_loss(
     (4.0, 4.0)
 
     Arguments:
-      num_parts: into how many parts dp and ep would cut a microbatch: each part is run by itself, with the key and
-        the weights that it has there.
+      num_parts: the number of parts into which dp and ep would cut a microbatch. Each part is run by itself,
+        with the key and the weights that it would have on its device.
     """
 
     def run(
@@ -101,14 +102,20 @@ def reference_loss(
 
 
 def _dropped(stage: StageFunction, *arguments: Any) -> jax.Array:
-    """What the stage's plans drop, by running it once more, so that its gradients stay those of the plain function."""
+    """The number of assignments that the stage drops, int32 []; see ``Report``.
+
+    It runs the stage once more, so that the gradients stay those of the plain function.
+    """
     arguments = jax.tree.map(jax.lax.stop_gradient, arguments)
     revealed = reveal(stage, DROPPED, *arguments)
     return jnp.int32(0) if revealed is None else sum_marked(revealed(*arguments)[1])
 
 
 def _widened(params: Tree) -> Tree:
-    """Float32 for narrower leaves: the loop over microbatches sums the gradients of what it reads, in its dtype."""
+    """Params with narrower floats cast to float32.
+
+    The loop over microbatches sums the gradients of the arrays that it reads, in their dtype.
+    """
     return jax.tree.map(lambda leaf: leaf.astype(sum_dtype(leaf.dtype, None)), params)
 
 
@@ -119,7 +126,7 @@ def _as_given(wide: Tree, params: Tree) -> Tree:
 def num_stages_of(stages: Tree) -> int:
     """The number of stages of leaves [num_stages, ...] or of a list of one tree for each stage.
 
-    Raises ValueError where the leaves do not tell, or not the same.
+    Raises ValueError if there are no leaves, or their leading dims differ.
     """
     if isinstance(stages, list):
         return len(stages)
@@ -134,7 +141,7 @@ def num_stages_of(stages: Tree) -> int:
 
 
 def stage_of(stages: Tree, stage: int, num_stages: int) -> Tree:
-    """The parameters of one stage, of leaves [num_stages, ...] or of a list of one tree for each stage."""
+    """The parameters of one stage, from leaves [num_stages, ...] or from a list of one tree for each stage."""
     if is_listed(stages, num_stages):
         return stages[stage]
     return jax.tree.map(lambda leaf: leaf[stage], stages)

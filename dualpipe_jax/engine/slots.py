@@ -1,8 +1,8 @@
-"""Slot pools: arrays [slots, ...] where values wait from the unit that makes them to the last that reads.
+"""Slot pools: arrays [slots, ...] in which values wait from the unit that makes them to the last unit that reads them.
 
-Stages of different kinds keep different things, but a device holds the same arrays on every rank. What one kind keeps
-in an array of some shape and dtype another may keep there too: so what is kept is matched by type, and what the same
-set of kinds has forms a pool, with as many slots as values of these kinds live at once.
+Stages of different kinds keep different values, but every rank must hold the same arrays. Values of the same
+shape and dtype, of different kinds, can share an array. So the values are matched by type, and all values
+that the same set of kinds shares form a pool, with as many slots as are in use at one time.
 """
 
 import dataclasses
@@ -16,24 +16,26 @@ from jax import lax
 from dualpipe_jax.schedule.lowering.table import Keeps, Life
 
 KEPT = ("residual_i", "residual_w", "stash")
-"""What is kept, by who reads it: I alone; W, and perhaps I; W, from I."""
+"""The three families of values that wait, by their readers. "residual_i": made by F, read by I alone.
+"residual_w": made by F, read by W and perhaps by I. "stash": made by I, read by W."""
 
 LIVES: Mapping[str, Life] = dict(zip(KEPT, ("FI", "FW", "IW"), strict=True))
 
 Entry = tuple[tuple[int, ...], Any, bool]
-"""Shape, dtype, and whether it lies in the host's memory."""
+"""The shape and the dtype of a kept value, and whether it is kept in the host's memory."""
 
 
 def make_pool(num_slots: int, like: Any) -> Any:
-    """Pool for each leaf of ``like`` (arrays or ShapeDtypeStructs), with a leading slot dim; nothing is in it yet.
+    """An uninitialised pool for each leaf of ``like`` (arrays or ShapeDtypeStructs), with a leading slot dim.
 
-    No slot is read before it is written, so nobody clears them: on TPU and GPU they hold whatever was there.
+    No slot is read before it is written, so slots are not cleared: on TPU and GPU they hold whatever was in
+      memory.
     """
     return jax.tree.map(lambda a: lax.empty((num_slots, *a.shape), a.dtype), like)
 
 
 def make_kept(num_slots: int, entries: Sequence[Entry]) -> list[jax.Array]:
-    """Uninitialised pools, [num_slots, ...], of what is kept; offloaded ones are in the host's memory."""
+    """An uninitialised pool [num_slots, ...] for each kept value; offloaded ones are in the host's memory."""
     pools = [lax.empty((num_slots, *shape), dtype) for shape, dtype, _ in entries]
     return [
         jax.device_put(pool, jax.memory.Space.Host) if offloaded else pool
@@ -42,12 +44,12 @@ def make_kept(num_slots: int, entries: Sequence[Entry]) -> list[jax.Array]:
 
 
 def read_slot(pool: Any, slot: jax.Array) -> Any:
-    """What lies in a slot of a pool whose leaves are [slots, ...]."""
+    """The values in one slot of a pool whose leaves are [slots, ...]."""
     return jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, slot, 0, keepdims=False), pool)
 
 
 def write_slot(pool: Any, slot: jax.Array, values: Any) -> Any:
-    """The pool with other values in a slot; leaves are [slots, ...]."""
+    """The pool, whose leaves are [slots, ...], with new values in one slot."""
     return jax.tree.map(lambda b, v: lax.dynamic_update_index_in_dim(b, v, slot, 0), pool, values)
 
 
@@ -56,9 +58,9 @@ class Layout:
     """The pools of several kinds.
 
     Attributes:
-      keeps: what the lowering wants to know.
-      types: for each pool what a slot of it holds.
-      places: for each kind and each of ``KEPT`` the pool and position of everything kept.
+      keeps: how long each kind keeps values in each pool, for the lowering.
+      types: by pool, the shape and dtype of each value in one slot.
+      places: for each kind and each of ``KEPT``, the pool of each kept value and its position in that pool.
     """
 
     keeps: Keeps
@@ -66,7 +68,7 @@ class Layout:
     places: tuple[dict[str, list[tuple[str, int]]], ...]
 
     def groups(self, kind: int, *pools: str) -> list[str]:
-        """The pools in which a kind keeps these."""
+        """The names of the pools in which a kind keeps values of these members of ``KEPT``."""
         return sorted({name for pool in pools for name, _ in self.places[kind][pool]})
 
 
@@ -75,20 +77,20 @@ def lay_out(
     keep_input: Sequence[Literal["F", "I", "W"]],
     kind_of: tuple[int, ...],
 ) -> Layout:
-    """Match what kinds keep by type, the first of a type with the first and so on; see the module's docstring.
+    """Match the values that kinds keep by type, the first of a type with the first and so on; see the module.
 
-    What I alone reads and what W reads may share a place, in stages of different kinds: what is longest kept is matched
-    first.
+    A value that I alone reads, in one kind, may share a place with a value that W reads, in another. The
+    values of each kind that are kept longest, those for W, are matched first.
 
     Arguments:
-      kept: for each kind the types of what it keeps, by ``KEPT``.
+      kept: for each kind the types of the values that it keeps, by ``KEPT``.
       keep_input, kind_of: see ``Keeps``.
     """
     types: dict[str, list[Entry]] = {}
     pools: dict[str, dict[int, Life]] = {}
     places: list[dict[str, list[tuple[str, int]]]] = [{} for _ in kept]
     for family, members in (("residual", ("residual_w", "residual_i")), ("stash", ("stash",))):
-        # An entry and how many alike came before: kind -> pool.
+        # (An entry, the number of equal entries before it in the same kind) -> kind -> member of KEPT.
         matched: dict[tuple[Entry, int], dict[int, str]] = {}
         numbers: list[dict[str, list[tuple[Entry, int]]]] = []
         for kind, mine in enumerate(kept):

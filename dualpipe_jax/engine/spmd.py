@@ -21,14 +21,15 @@ from dualpipe_jax.split.leaves import is_floating
 
 @dataclasses.dataclass(frozen=True)
 class Results:
-    """What a program gives, on the outside of shard_map.
+    """The results of a program, outside of shard_map.
 
     Attributes:
       objective, report: see ``Report``.
-      gradients: {"stages": PlacedStages of lists, "shared": list, "batch": list}, over floating leaves, None for those
-        without a gradient; None forward only.
+      gradients: {"stages": PlacedStages of lists, "shared": list, "batch": list}; each list has an entry for
+        each leaf, None for leaves without a gradient. None of a forward-only program.
       outputs: what the last stage returned; None unless asked for.
-      first_bad: int32 [dp, pp, ep, 4], or with nodes [dp, pp, node, ep, 4], see ``State``; None unless looked for.
+      first_bad: int32 [..., 4], with the axes of ``Step.axes`` as leading dims, see ``State``; None unless
+        looked for.
     """
 
     objective: jax.Array
@@ -74,7 +75,7 @@ def rehearse(
 
 
 def forward(step: Step, params: Tree, batch: Tree, key: jax.Array | None, outputs: Outputs) -> Results:
-    """The same without gradients, and what the last stage returned, [num_microbatches, ...]."""
+    """Objective and report of a forward-only program, and what the last stage returned, [num_microbatches, ...]."""
 
     def on_rank(params: Tree, batch: Tree, key: jax.Array | None) -> Any:
         program = Program(step, params, batch, key, backward=False, outputs=outputs != "none")
@@ -90,11 +91,13 @@ class Sketch:
     """What is known of a step before it is compiled.
 
     Attributes:
-      state: types of what the scan carries on each device; see ``State``.
-      table: what the program walks through.
-      flops: of matrix products and convolutions in F, I, W and B of each kind of stage, on one device. A Pallas kernel
-        counts as its author states. Of stages of one kind of which some are the first or the last, the most.
-      values: types of what a device's stages make of their parameters alone, once a step; see ``Prepared``.
+      state: types of the arrays that the scan carries on each device; see ``State``.
+      table: the lowered schedule, which the program runs tick by tick.
+      flops: the FLOPs of matrix products and convolutions in F, I, W and B of each kind of stage, on one
+        device. A Pallas kernel counts with the FLOPs that its author states. Where a kind is used both inside
+        the model and at its ends, the largest number.
+      values: types of the values that a device's stages compute from parameters alone, once a step; see
+        ``Prepared``.
     """
 
     state: State
@@ -114,7 +117,7 @@ def sketch(step: Step, params: Tree, batch: Tree, key: jax.Array | None) -> Sket
         found.append((program.table, _flops(program), values))
         return program.initial_state()
 
-    # Called replicated, what it returns has the shapes that it has on one device.
+    # With replicated outputs, shard_map's result has the shapes of one device.
     on_device = _shard_map(unchecked, on_rank, params, PartitionSpec())
     state = jax.eval_shape(on_device, params, batch, key)
     return Sketch(state, *found[0])
@@ -146,7 +149,7 @@ def _shard_map(
     out_specs: Tree,
     more: tuple[PartitionSpec, ...] = (PartitionSpec(),),
 ) -> Callable[..., Any]:
-    """Over parameters, a batch and what is ``more``: by default a key."""
+    """``shard_map`` of a function of parameters, a batch and ``more`` arguments: by default a replicated key."""
     specs = step.param_specs(len(params["stages"].local))
     return jax.shard_map(
         on_rank,

@@ -1,4 +1,4 @@
-"""Where a model's stages live: from model order to the ranks, and the second copy of a bidirectional pipe."""
+"""Where a model's stages are held: from model order to the ranks, and the second copy of a bidirectional pipe."""
 
 import dataclasses
 import functools
@@ -26,9 +26,9 @@ class PlacedStages:
     Attributes:
       local: one tree for each stage that a rank owns; the leading dim of every leaf is the rank, sharded
         over pp.
-      model_stages: for each tree of ``local`` the number in model order of each rank's stage, static. On a V of R
-        ranks ``local[0]`` holds stages 0..R-1 and ``local[1]`` stages 2R-1..R. Trees of different places have
-        different structures: JAX adds no parameter to the gradient of another stage.
+      model_stages: for each tree of ``local`` the number in model order of each rank's stage, static. On a V
+        of R ranks ``local[0]`` holds stages 0..R-1 and ``local[1]`` stages 2R-1..R. It is part of the tree's
+        structure, so that JAX refuses to add a parameter to the gradient of another stage.
     """
 
     local: tuple[Any, ...]
@@ -37,11 +37,12 @@ class PlacedStages:
 
 @dataclasses.dataclass(frozen=True)
 class Homes:
-    """Who owns and who borrows which slice of the model.
+    """The stages that each rank owns, and those that it borrows from another rank.
 
     Attributes:
-      owned: int [num_owned, ranks], the model's slice of each rank's owned stages.
-      borrowed: for each further local stage, the owned stage it copies and the (owner, borrower) pairs.
+      owned: int [num_owned, ranks], the number in model order of each stage that a rank owns.
+      borrowed: for each further local stage, which of its owner's owned stages it copies (a row of
+        ``owned``), and the (owner, borrower) pairs of ranks.
     """
 
     owned: np.ndarray
@@ -49,9 +50,10 @@ class Homes:
 
 
 def homes(placement: Placement) -> Homes:
-    """Pipe 0's stages are owned where they stand; those of further pipes are borrowed for the step.
+    """The owned stages, those of pipe 0, and the borrowed stages, those of further pipes, which are copied each step.
 
-    Raises ValueError where ranks hold unequal numbers of stages: one program runs on all of them.
+    Raises ValueError if ranks hold unequal numbers of stages, since one program runs on all of them, or if a
+    rank's stages of pipe 0 and of the further pipes do not correspond.
     """
     held = placement.stages_on
     if len({len(stages) for stages in held}) > 1:
@@ -78,17 +80,17 @@ def homes(placement: Placement) -> Homes:
 
 
 def owned_stages(placement: Placement) -> tuple[tuple[int, ...], ...]:
-    """``PlacedStages.model_stages`` of stages that are placed so."""
+    """``PlacedStages.model_stages`` of stages in this placement."""
     return tuple(tuple(map(int, row)) for row in homes(placement).owned)
 
 
 def to_placed(stages: Tree, placement: Placement) -> PlacedStages:
-    """Model order to ranks; a gather only where the order differs. What is placed already stays as it is.
+    """Stages from model order to the ranks; a gather only where the order differs. Placed stages stay as they are.
 
     ``stages`` has leaves [num_stages, ...], or is a list of one tree for each stage.
 
-    Raises ValueError for stages that are placed otherwise, for more or fewer than there are, and for a list of trees
-    that are not alike.
+    Raises ValueError for stages placed for another schedule, for a wrong number of stages, and for a list of
+    trees that are not alike.
     """
     if isinstance(stages, PlacedStages):
         _check_placed_for(stages, placement)
@@ -97,7 +99,9 @@ def to_placed(stages: Tree, placement: Placement) -> PlacedStages:
         stages = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stages)
     number = placement.num_model_stages
     for path, leaf in jax.tree_util.tree_leaves_with_path(stages):
-        if np.shape(leaf)[:1] != (number,):  # a gather would leave out what is too much, and fill up with NaN
+        if np.shape(leaf)[:1] != (
+            number,
+        ):  # a gather would drop extra stages, and fill missing ones with NaN
             raise ValueError(
                 f"params['stages']{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its leading dim must be the "
                 f"stage, of which the schedule has {number}: [{number}, ...]."
@@ -123,7 +127,7 @@ def _check_placed_for(stages: PlacedStages, placement: Placement) -> None:
 def is_listed(stages: Tree, num_stages: int) -> bool:
     """Whether parameters are a list of one tree for each stage, rather than a tree of leaves [num_stages, ...].
 
-    Raises ValueError where they may be both, or are neither.
+    Raises ValueError for a list that may be either, and for one that is neither.
     """
     if not isinstance(stages, list):
         return False
@@ -159,9 +163,9 @@ def is_listed(stages: Tree, num_stages: int) -> bool:
 def from_placed(
     placed: PlacedStages, placement: Placement, is_leaf: Callable[[Any], bool] | None = None
 ) -> Tree:
-    """Ranks to model order: every leaf regains its leading stage dim. ``is_leaf`` as in ``jax.tree.map``.
+    """Stages from the ranks to model order: leaves [num_stages, ...]. ``is_leaf`` as in ``jax.tree.map``.
 
-    Raises ValueError for stages that are not placed, or placed otherwise.
+    Raises ValueError for stages that are not placed, or are placed for another schedule.
     """
     if not isinstance(placed, PlacedStages):
         raise ValueError(
@@ -181,12 +185,12 @@ def from_placed(
 
 
 def borrow(own: tuple[Tree, ...], placement: Placement) -> tuple[Tree, ...]:
-    """The second copy that a bidirectional pipe works with, for the time of a step: one exchange over pp."""
+    """The copies of stages with which further pipes work during a step: one exchange over pp for each stage."""
     return tuple(send(own[source], pairs) for source, pairs in homes(placement).borrowed)
 
 
 def give_back(gradients: list[Tree], placement: Placement) -> list[Tree]:
-    """Send the borrowed stages' gradients home and add them to the owners'; one tree for each owned stage."""
+    """Send borrowed stages' gradients to their owners, and add them to the owners'; one tree for each owned stage."""
     where = homes(placement)
     own = list(gradients[: len(where.owned)])
     for (source, pairs), borrowed in zip(where.borrowed, gradients[len(where.owned) :], strict=True):
@@ -201,15 +205,16 @@ def place_stages(stages: Tree, schedule: Schedule, mesh: Mesh, param_specs: Tree
 
     Arguments:
       stages: leaves [num_stages, ...] in model order.
-      schedule: says where stages live.
+      schedule: the schedule, whose placement says which rank holds which stage.
       mesh: with axes "pp" and "ep".
-      param_specs: PartitionSpec of each leaf of ``stages`` without its stage dim, as it is to be stored; a prefix of
-        the tree will do, None means replicated.
+      param_specs: PartitionSpec of each leaf of ``stages`` without its stage dim, as it is to be stored; a
+        prefix of the tree is enough, None means replicated.
 
-    Returns params["stages"] as a pipelined step takes them with no resharding; gradients come back in the same form,
-    and any optimizer that maps over leaves works on it. The optimizer's state is that of one copy.
+    Returns params["stages"] in the form that a pipelined step takes with no resharding. Gradients come back
+    in the same form, and any optimizer that maps over leaves works on it. The optimizer holds state for one
+    copy of the stages, even if the schedule has two pipes.
 
-    Raises ValueError if ``param_specs`` is no prefix of ``stages``, and where stages are more or fewer than there are.
+    Raises ValueError if ``param_specs`` is no prefix of ``stages``, or if the number of stages is not the schedule's.
 
     On two devices, each of which has two of a V's four stages:
 
@@ -244,9 +249,9 @@ def unplace_stages(placed: PlacedStages, schedule: Schedule) -> Tree:
 
 
 def broadcast(prefix: Tree, tree: Tree, default: Any, name: str) -> Tree:
-    """A value for every leaf of ``tree`` from a prefix of it; None stands for the default.
+    """A value for every leaf of ``tree``, from a prefix of the tree; None in the prefix stands for ``default``.
 
-    Raises ValueError when ``prefix`` is no prefix of ``tree``.
+    Raises ValueError, which names the option ``name``, if ``prefix`` is no prefix of ``tree``.
     """
 
     def fill(value, part):

@@ -1,4 +1,4 @@
-"""What a device keeps while a step runs: one typed value, of which each unit changes a part."""
+"""The state that a device keeps while a step runs: one typed value, parts of which each unit changes."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -9,11 +9,11 @@ import jax
 from dualpipe_jax.contract import Tree
 
 _SINGLE = "dropped", "outputs", "first_bad"
-"""Fields that hold one value, None where there is none; the others are mappings."""
+"""The fields of ``State`` that hold one value, or None; the others are mappings."""
 
 
 class Entry(NamedTuple):
-    """A field of ``State``, and which of its keys; None for a field that has none."""
+    """A field of ``State`` and one of its keys; the key is None for a field without keys."""
 
     field: str
     key: Any = None
@@ -22,20 +22,23 @@ class Entry(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class State:
-    """What the engine's scan carries on each device, or that part of it with which a unit works.
+    """The state that the engine's scan carries on each device, or the part of it with which a unit works.
 
     Attributes:
       pools: slots, by the table's names: "x" for inputs of stages and "dy" for gradients of their outputs;
-        "residual.0", ... for what forwards keep for backwards, a pool for every set of kinds of stages that has arrays
-        of the same types; "stash.0", ... for what a backward for the input hands to that for the weights.
-      under_way: "y" and "dx", what the rank made in this tick; sent in the next one.
-      own: sums of gradients, by (local stage, leaf), those of a borrowed copy too.
-      shared: of gradients of what all stages share, by leaf.
-      batch: gradients of the batch's leaves, [num_microbatches, ...], by leaf.
+        "residual.0", ... for values that forwards keep for backwards, one pool for every set of kinds of
+        stages that share arrays of the same types; "stash.0", ... for values that an I keeps for its W.
+      under_way: "y" and "dx", the output and the input gradient that the rank made in this tick; sent in the
+        next tick.
+      own: sums of gradients of stages' own parameters, by (local stage, leaf), also of borrowed stages.
+      shared: sums of gradients of the shared parameters, by leaf.
+      batch: sums of gradients of the batch's floating leaves, [num_microbatches, ...], by leaf.
       losses, metrics: sums so far, by name.
-      dropped: likewise, how many choices of an expert found no room; None if no stage dispatches.
+      dropped: int32 [], the number so far of assignments of tokens to experts that found no slot; None if no
+        stage dispatches.
       outputs: in a forward-only program what the last stage returned, [num_microbatches, ...].
-      first_bad: (tick, what, stage, microbatch) of the first value that is not finite, if it is looked for.
+      first_bad: int32 [4], (tick, what, stage, microbatch) of the first value that is not finite, if it is
+        looked for; ``what`` is a number in ``nans.WATCHED``.
     """
 
     pools: Mapping[str, Tree] = dataclasses.field(default_factory=dict)
@@ -61,7 +64,7 @@ class State:
         return found
 
     def family(self, name: str) -> dict[str, Tree]:
-        """The pools of a name and of the name with a number: "residual" means "residual.0", "residual.1" and so on."""
+        """The pools of a family, by their full names: "residual" means "residual.0", "residual.1" and so on."""
         return {pool: held for pool, held in self.pools.items() if pool.partition(".")[0] == name}
 
     def pick(self, entries: Iterable[Entry]) -> Self:
@@ -74,7 +77,7 @@ class State:
         return type(self)(**found)
 
     def put(self, **changed: Any) -> Self:
-        """The state with new values: of a field that is a mapping those of some keys, of another the whole."""
+        """The state with new values: for a field that is a mapping, those of some keys; for others the whole field."""
         return dataclasses.replace(
             self,
             **{

@@ -1,4 +1,4 @@
-"""A step as a value: a model, a schedule and a mesh, and for every leaf of the parameters where it lies."""
+"""A step as a value: a model, a schedule and a mesh, and for every leaf of the parameters how it is sharded."""
 
 import dataclasses
 import functools
@@ -22,12 +22,12 @@ from dualpipe_jax.varying import vary
 class Step:
     """A model, a schedule and a mesh, ready to become a program; ``Pipeline`` documents the fields.
 
-    With ``units`` the program holds these alone, to be compiled and looked at in a fraction of the time; what it
-    computes is of no use.
+    With ``units`` the program holds these units alone, to be compiled and inspected in a fraction of the
+    time; its results are of no use.
 
     Further fields:
-      layout: a ``Leaf`` for every leaf of params: {"stages": for one local stage, "shared"}.
-      frozen: likewise whether it has no gradient.
+      layout: a ``Leaf`` for every leaf of params: {"stages": those of one local stage, "shared": ...}.
+      frozen: for every leaf of params, in the same form, whether it has no gradient.
     """
 
     model: StagedModel
@@ -49,12 +49,12 @@ class Step:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh's axes that the engine works with; what other axes there are is the compiler's business."""
+        """The mesh's axes with which the engine works; any other axes are left to the compiler."""
         return tuple(axis for axis in AXES if axis in self.mesh.shape)
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """Those over which a microbatch is cut, the first one varying slowest."""
+        """The axes over which a microbatch is cut, the first one varying slowest."""
         return tuple(axis for axis in BATCH_AXES if axis in self.mesh.shape)
 
     @property
@@ -77,5 +77,5 @@ class Step:
         return {"stages": self.placed((own,) * num_owned), "shared": shared}
 
     def placed(self, local: tuple[Tree, ...]) -> PlacedStages:
-        """Values of each local stage, with where they belong."""
+        """Values of each local stage as ``PlacedStages`` of this schedule."""
         return PlacedStages(local, owned_stages(self.schedule.placement))

@@ -1,9 +1,9 @@
-"""Where a parameter lies between steps and how it is used in one.
+"""How a parameter is sharded between steps, and how within a step.
 
-A stage's function sees a leaf whole but for "ep", over which experts or a vocabulary may be used sharded. Stored, it
-may be cut over further axes of the mesh: then it is gathered once a step, and its gradient comes back reduce-scattered.
-With the optimizer's state cut alike this is ZeRO's first stage, and for leaves that are gathered its third (Rajbhandari
-et al., arXiv:1910.02054).
+A stage function sees a leaf whole, or sharded over "ep" alone, as experts or a vocabulary may be. Between
+steps a leaf may be stored sharded over further axes of the mesh: then it is gathered once a step, and its
+gradient is reduce-scattered. With the optimizer's state sharded in the same way this is ZeRO's first stage,
+and for leaves that are gathered its third (Rajbhandari et al., arXiv:1910.02054).
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ Axes = tuple[str, ...]
 
 
 def entries(spec: PartitionSpec, ndim: int) -> list[Axes]:
-    """The mesh axes of each dim."""
+    """The mesh axes of each of ``ndim`` dims; an empty tuple for a dim that is not sharded."""
     given = [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in spec]
     return [*given, *[()] * (ndim - len(given))]
 
@@ -34,12 +34,12 @@ def axes_of(spec: PartitionSpec) -> set[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """How one leaf is used and stored; dims without the one of stages.
+    """How one leaf is used and stored. Its dims are counted without the stage dim.
 
     Attributes:
-      used: PartitionSpec over "ep", as the stage's function sees it.
-      stored: over any axes; each dim's begin with those of ``used``.
-      dtype: what it is used in; None: its own.
+      used: PartitionSpec over "ep", as the stage function sees the leaf.
+      stored: PartitionSpec over any axes; in each dim its axes begin with those of ``used``.
+      dtype: the dtype in which the leaf is used; None: its own.
     """
 
     used: PartitionSpec
@@ -48,15 +48,16 @@ class Leaf:
 
     @property
     def crosses_in_parts(self) -> bool:
-        """Whether it goes from rank to rank as it is stored, and not as it is used.
+        """Whether the leaf is sent from rank to rank as it is stored, and gathered after that.
 
-        So it does where a rank's own devices keep a part each: they make it whole on links between neighbours. What is
-        cut over replicas alone goes whole, or it would cross their links, often the slowest, for each copy.
+        It is so if each of a rank's own devices stores a part: they gather it over the links between
+        neighbours. A leaf that is sharded over replicas alone is gathered first and sent whole; else each
+        copy would be gathered over the links between replicas, which are often the slowest.
         """
         return bool(axes_of(self.stored) - axes_of(self.used) - {DP})
 
     def extra(self, ndim: int) -> list[tuple[int, Axes]]:
-        """The dims that are gathered, each with the axes over which."""
+        """The dims that are gathered, each with the axes over which it is gathered."""
         pairs = zip(entries(self.used, ndim), entries(self.stored, ndim), strict=True)
         return [
             (dim, stored[len(used) :]) for dim, (used, stored) in enumerate(pairs) if len(stored) > len(used)
@@ -68,16 +69,16 @@ class Leaf:
         return leaf.astype(self.dtype) if floats else leaf
 
     def gather(self, leaf: jax.Array) -> jax.Array:
-        """Make what functions see of the device's stored part."""
+        """The leaf as stage functions see it, cast and gathered from each device's stored part."""
         leaf = self.cast(leaf)
         for dim, axes in self.extra(leaf.ndim):
             leaf = lax.all_gather(leaf, axes, axis=dim, tiled=True)
         return leaf
 
     def reduce(self, gradient: jax.Array, over: Sequence[str]) -> jax.Array:
-        """Make a device's stored part of the whole gradient of its own sum.
+        """The device's stored part of the whole gradient, reduced from each device's own sum.
 
-        ``over``: all axes over which the leaf is the same but the device's contributions are not.
+        ``over``: all axes over which the leaf is the same and the devices' contributions to its gradient differ.
         """
         owed = [axis for axis in over if axis not in axes_of(self.used)]
         for dim, axes in self.extra(gradient.ndim):
@@ -96,5 +97,5 @@ def leaves_of(layout: Tree) -> list[Leaf]:
 
 
 def map_leaves(function: Callable[..., Any], layout: Tree, *trees: Tree) -> Tree:
-    """``function(leaf of layout, of trees)`` for each."""
+    """A tree with ``function(leaf of layout, leaf of each of trees)`` for each leaf."""
     return jax.tree.map(function, layout, *trees, is_leaf=_is_leaf)

@@ -1,7 +1,7 @@
-"""One tick of one rank: the exchange, and the unit of its row.
+"""One tick of one rank: the exchange, and the unit of the rank's row.
 
-``Tick`` is the body of the engine's scan. It carries a ``State``; every unit names the entries that it changes,
-which are updated in place, and reads parameters, its row and the batch besides.
+``Tick`` is the body of the engine's scan. It carries a ``State``; every unit names the entries that it
+changes, which are updated in place, and also reads parameters, its row and the batch.
 """
 
 import dataclasses
@@ -33,12 +33,12 @@ class Tick:
 
     Attributes:
       table: the lowered schedule.
-      tasks: its units, as work to do.
-      boundary: types of what is between stages.
-      divergence: the form in which ranks part ways.
-      vary: types values as varying over the mesh's axes.
+      tasks: the table's units, as work to do.
+      boundary: types of the value that one stage hands to the next.
+      divergence: how ranks run different units in one tick.
+      vary: casts values to vary over the mesh's axes.
       debug_nans: whether to look for values that are not finite.
-      idle_sends: whether a channel's permute runs at ticks, too, at which it brings nobody anything.
+      idle_sends: whether a channel's permute also runs at ticks at which no rank awaits anything from it.
     """
 
     table: TickTable
@@ -52,7 +52,7 @@ class Tick:
     def __call__(self, state: State, row: tuple[jax.Array, jax.Array, tuple, tuple]) -> tuple[State, None]:
         """One tick; ``row`` is (the tick's number, int32 [columns], ``TickTable.brings``, ``TickTable.runs``)."""
         number, here = row[0], Row(self.table.columns, row[1])
-        # What the previous tick made goes out now and is not looked at before this tick's work is done.
+        # The results of the previous tick are sent now, and stored only after this tick's work: so both overlap.
         arrived = self._exchange(
             [state.under_way[channel.payload] for channel in self.table.channels], row[2]
         )
@@ -66,11 +66,12 @@ class Tick:
         return state, None
 
     def _exchange(self, payloads: list[Tree], brings: tuple[jax.Array, ...]) -> list[Tree]:
-        """What the channels bring here. ``brings`` is the same on all ranks, so that all of them meet or none.
+        """The payloads that the channels bring to this rank.
 
-        One branch for each set of channels that some tick needs, not one conditional for each channel: in a program
-        that XLA for CPU has read back from JAX's compilation cache only the collectives of one branch stay in order,
-        and ranks that meet in two orders wait for ever.
+        ``brings`` is equal on all ranks, so that all of them take part in a permute, or none. There is one
+        branch for each set of channels that some tick needs, not one conditional for each channel: in a
+        program that XLA for CPU has read back from JAX's compilation cache, only the collectives of one
+        branch stay in order, and ranks that start two collectives in different orders wait for ever.
         """
 
         def exchange(wanted: Iterable[bool], payloads: list[Tree]) -> list[Tree]:
@@ -83,7 +84,9 @@ class Tick:
         if self.idle_sends or not payloads:
             return exchange(every, payloads)
         same = (jnp.asarray(sets) == jnp.stack(brings)[None]).all(axis=1)
-        number = jnp.where(same.any(), jnp.argmax(same), len(sets) - 1)  # all of them will do for any
+        number = jnp.where(
+            same.any(), jnp.argmax(same), len(sets) - 1
+        )  # the last set, all channels, serves any tick
         return lax.switch(number, [functools.partial(exchange, wanted) for wanted in sets], payloads)
 
     def _nothing_to_send(self, state: State, payloads: Collection[str]) -> State:
@@ -147,12 +150,15 @@ class Tick:
 
 
 def fresh(boundary: Tree, payloads: Collection[str], *, watched: bool = False) -> dict[str, Tree]:
-    """Nothing to send, for each of "y" and "dx" that is asked for: whatever was in memory, zeros if watched."""
+    """A payload for each of "y" and "dx" that is asked for, when nothing is to be sent.
+
+    It holds whatever was in memory, or zeros if ``watched`` by ``nans``.
+    """
     make = jnp.zeros if watched else lax.empty
     made_before = itertools.count()
 
     def nothing(leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        # Of two that look alike XLA makes one, and copies it at every tick.
+        # XLA would merge two equal arrays into one, and copy it at every tick: so each has another shape at first.
         alone = (1,) * next(made_before) + leaf.shape
         return make(alone, leaf.dtype).reshape(leaf.shape)
 
@@ -165,7 +171,7 @@ def fresh(boundary: Tree, payloads: Collection[str], *, watched: bool = False) -
 
 
 def run(tick: Tick, state: State) -> State:
-    """All ticks of a rank, one after another; called inside shard_map."""
+    """Run all ticks of a rank, one after another; called inside shard_map."""
     table = tick.table
     rows = lax.dynamic_index_in_dim(jnp.asarray(table.array), lax.axis_index(PP), axis=1, keepdims=False)
     ticks = (jnp.arange(table.num_ticks, dtype=jnp.int32), rows)
@@ -174,9 +180,12 @@ def run(tick: Tick, state: State) -> State:
 
 
 def repeat(tick: Tick, state: State, rows: jax.Array, times: jax.Array) -> State:
-    """Ticks of ``rows``, int32 [ticks, ranks, columns], each as often as ``times`` says; called inside shard_map."""
+    """Run the ticks of ``rows``, int32 [ticks, ranks, columns], each ``times`` (int32 [ticks]) times.
+
+    Called inside shard_map.
+    """
     own = lax.dynamic_index_in_dim(rows, lax.axis_index(PP), axis=1, keepdims=False)
-    alike = tick.table.brings(rows), tick.table.runs(rows)  # on all ranks
+    alike = tick.table.brings(rows), tick.table.runs(rows)  # equal on all ranks
 
     def again(state: State, one: tuple[jax.Array, tuple, tuple, jax.Array]) -> tuple[State, None]:
         *row, times = one

@@ -1,4 +1,7 @@
-"""The model as one device sees it: each kind of stage traced, split, rid of what it makes of parameters alone."""
+"""The model as one device sees it: each kind of stage traced and split.
+
+Values that depend on parameters alone are taken out of the stage functions (``split.hoist``).
+"""
 
 from typing import Any, NamedTuple
 
@@ -14,13 +17,14 @@ from dualpipe_jax.split import hoist
 
 
 class Traced(NamedTuple):
-    """A model's kinds.
+    """A model's kinds of stages.
 
     Attributes:
-      kinds: as the table numbers them; a kind that is also the first or the last stage counts apart.
-      prepared: what they make of parameters alone.
-      boundary: types of what is between two stages; None where there is but one.
-      result: types of what the last stage returns, keys typed.
+      kinds: the kinds in the order of the table's numbers. The first and the last stage have kinds of their
+        own, even if the model uses the same kind inside.
+      prepared: the values that kinds compute from parameters alone.
+      boundary: types of the value between two stages, keys as integers; None if there is only one stage.
+      result: types of the x that the last stage returns, keys typed.
     """
 
     kinds: list[ForwardKind]
@@ -42,10 +46,11 @@ def trace(
 
     Arguments:
       params: types of one stage's own and of the shared parameters, as the stage sees them.
-      at: of the rest that it sees.
-      wanted: which leaves of params and of ``at`` have gradients; None forward only.
-      sums: params as they are stored, and the dtype in which gradients are summed, None their own, if products are to
-        make them in it.
+      at: types of the stage's ``At``.
+      wanted: for each leaf of params and of ``at`` whether it has a gradient; None for a forward-only
+        program.
+      sums: own and shared parameters as they are stored, and the dtype in which gradients are summed (None:
+        see ``sum_dtype``), if products are to output gradients in that dtype; else None.
     """
     last = model.num_stages - 1
     x, boundary = None, None

@@ -1,4 +1,4 @@
-"""Leaves: which have gradients, how keys travel as plain integers, how sums are made."""
+"""Leaves of trees: typed keys as plain integers, dtypes of sums, and gradients of leaves that have none."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,10 +10,10 @@ import numpy as np
 from dualpipe_jax.contract import Tree
 
 Vary = Callable[[Tree], Tree]
-"""Casts leaves to vary over all axes of the mesh, as a rank's own values do, where ``check_vma`` asks.
+"""A function that casts leaves to vary over all axes of the mesh, as a rank's own values do; for ``check_vma`` alone.
 
-Parameters must be cast before the stage sees them: else the vjp of a parameter that does not vary over pp holds a psum
-over pp, inside a branch that other ranks do not take.
+Parameters must be cast before the stage sees them: else the vjp of a parameter that does not vary over pp
+contains a psum over pp, inside a branch that other ranks do not take.
 """
 
 
@@ -23,12 +23,12 @@ def is_key(leaf: Any) -> bool:
 
 
 def raw(tree: Tree) -> Tree:
-    """The tree with typed keys as plain uint32 arrays: what permutes, slots and layouts know."""
+    """The tree with typed keys as plain uint32 arrays, since permutes, slots and layouts cannot hold typed keys."""
     return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf, tree)
 
 
 def typed(tree: Tree, like: Tree) -> Tree:
-    """The inverse of ``raw``, for leaves of the dtypes of ``like``."""
+    """The inverse of ``raw``: leaves become typed keys where ``like`` has typed keys."""
 
     def wrap(leaf: Any, kind: Any) -> Any:
         return jax.random.wrap_key_data(leaf, impl=_impl(kind)) if is_key(kind) else leaf
@@ -37,7 +37,7 @@ def typed(tree: Tree, like: Tree) -> Tree:
 
 
 def _impl(kind: Any) -> Any:
-    """The algorithm of typed keys, of which only the type may be known."""
+    """The algorithm of typed keys, from an array of keys or from its type alone."""
     found = []
     jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), kind)
     return found[0]
@@ -59,10 +59,10 @@ def raw_zeros(tree: Tree) -> Tree:
 
 
 def sum_dtype(dtype: Any, wanted: Any) -> Any:
-    """The dtype of a gradient's sum: the wanted one, complex where the gradient is.
+    """The dtype of a gradient's sum: the wanted dtype, made complex if the gradient is complex.
 
-    If none is wanted, its own, but float32 at least: added one by one in bfloat16, of 1,024 equal gradients a quarter
-    arrives.
+    If None is wanted, it is the gradient's own dtype, but at least float32: if 1,024 equal gradients are
+    added one by one in bfloat16, the sum reaches only a quarter of the true value.
     """
     if wanted is None:
         narrow = jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits < 32
@@ -90,5 +90,5 @@ def add_to(total: jax.Array, gradient: jax.Array) -> jax.Array:
 
 
 def float0_like(leaf: Any) -> np.ndarray:
-    """The gradient of what has none, as ``jax.grad(allow_int=True)`` gives it."""
+    """The gradient of a leaf that cannot have one: zeros of dtype float0, as from ``jax.grad(allow_int=True)``."""
     return np.zeros(leaf.shape, jax.dtypes.float0)

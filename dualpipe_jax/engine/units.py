@@ -1,7 +1,7 @@
-"""What a rank does in a tick: one unit, with what it changes and what it does.
+"""The units that ranks run in ticks, as tasks: the work of each unit, and the entries of the state that it changes.
 
-A unit works on a part of the engine's state, the entries that it changes or whose pools it reads; ``tick`` decides on
-which ranks and ticks it runs.
+A unit works on a part of the engine's state: the entries that it changes, and the pools that it reads.
+``tick`` decides on which ranks and ticks it runs.
 """
 
 import dataclasses
@@ -40,12 +40,12 @@ class Surroundings:
     """What stays the same through all ticks of a rank.
 
     Attributes:
-      own: parameters of each local stage.
-      shared: those of all stages.
+      own: the own parameters of each local stage, with the values of ``Prepared``.
+      shared: the shared parameters.
       batch: leaves [num_microbatches, part of a microbatch, ...].
-      key: of the step, or None.
-      part: which part of the microbatches this device has.
-      seeds: for each loss its cotangent in each microbatch, [num_microbatches]; 1 on average.
+      key: the key of the step, or None.
+      part: int32 scalar, the number of this device's part of the microbatches.
+      seeds: for each loss its cotangent in each microbatch, [num_microbatches]; 1 on average over all parts.
       links: see ``pair.interleave``.
     """
 
@@ -63,11 +63,11 @@ class Task:
     """A unit of the program.
 
     Attributes:
-      key: what it is called in compiled programs.
-      numbers: the table's units that it carries out.
-      changes: the entries of the state that it changes, or reads of a pool.
-      sums: those of them that it adds gradients to.
-      reads: parameters.
+      key: its name in compiled programs.
+      numbers: the numbers of the table's units that it runs.
+      changes: the entries of the state that it changes, and those of pools that it only reads.
+      sums: the entries of ``changes`` that are sums to which it adds gradients.
+      reads: the parameters that it reads: an (own, shared) for each stage with which it works.
       work: ``work(part of the state, row, *reads) -> part``.
     """
 
@@ -80,13 +80,13 @@ class Task:
 
 
 class Works:
-    """Makes tasks of a table's units.
+    """Makes tasks from a table's units.
 
     Arguments:
       table: the lowered schedule.
-      kinds: in the table's numbers.
-      layout: of the pools.
-      around: what stays the same.
+      kinds: the kinds of stages, in the order of the table's numbers.
+      layout: the layout of the pools.
+      around: what stays the same through all ticks.
       outputs: whether the last stage's x is collected.
       fuse_pairs: see ``Pipeline``.
     """
@@ -107,7 +107,7 @@ class Works:
         self._first = table.keeps.kind_of[0]
 
     def tasks(self) -> list[Task]:
-        """One for each unit that the table runs; with pairs not fused, their halves join the F's and the B's."""
+        """A task for each unit that the table runs. A pair that is not fused is run by the tasks of its F and its B."""
         halves: dict[tuple[str, Stand], list[int]] = {}
         tasks = []
         for number in sorted(set(self.table.column("unit").ravel().tolist()) - {-1}):
@@ -236,7 +236,7 @@ class Works:
         return part.put(under_way={"dx": dx})
 
     def _whole_dx(self, part: State, stand: Stand, gradients: list[Any]) -> list[Any]:
-        """Over all floating leaves of x: zeros where the stage does not use one."""
+        """The gradients of all floating leaves of x; zeros for a leaf that the stage does not use."""
         kind = self._split(stand)
         made = dict(zip(kind.x, gradients, strict=True))
         return [
@@ -248,7 +248,7 @@ class Works:
         return [getattr(part, field)[key] for field, key in self._sums(stand)]
 
     def _summed(self, part: State, stand: Stand, gradients: Gradients) -> State:
-        """With the new sums, which stand in gradients' place."""
+        """The part of the state with the new sums, which ``gradients`` holds in place of parameters' gradients."""
         kind = self._split(stand)
         return part.put(
             own={(stand.local, leaf): total for leaf, total in zip(kind.own, gradients.own, strict=True)},
@@ -268,14 +268,14 @@ class Works:
         (made, aside, *_), gradients, pools = first.beside(
             second, (forward_params, seen), (backward_params, saved, dy), slots, sums, self.around.links
         )
-        # What is read is read before it is written again: else the pools are copied.
+        # The barrier makes all reads of these pools come before the next writes: else the pools are copied.
         inputs = pin({name: part.pools[name] for name in ("x", "dy") if name in part.pools})
         gradients, inputs = lax.optimization_barrier((gradients, inputs))
         part = self._summed(part.put(pools=pin(inputs) | self._replaced(part, pools)), back, gradients)
         return self._hand_back(self._hand_over(part, row, ahead, made, aside), row, back, gradients)
 
     def _slots(self, part: State, row: Row, ahead: int, back: int) -> dict[tuple[str, int], Pool]:
-        """The pools that the forward writes and the backward reads; by name and position."""
+        """The pools that the forward writes or the backward reads, by name and position."""
         pools: dict[tuple[str, int], Pool] = {}
         for kind, letter in ((ahead, "F"), (back, "G")):
             places = [
@@ -323,7 +323,7 @@ class Works:
         return None if stand.kind == self._first else read_slot(part.pools["x"], row[f"{letter}_x"])
 
     def _seen(self, part: State, row: Row, stand: Stand, op: str) -> tuple[Tree, At]:
-        """What the forward saw; None for an x that is not read any more."""
+        """The stage's input as the forward saw it, (x, at); x is None if it is not read any more."""
         x = self._x(part, row, stand, "G") if self._reads_x(op, stand) else None
         return x, self._at(row, "G")
 
@@ -335,7 +335,7 @@ class Works:
         return lax.dynamic_index_in_dim(self.around.seeds[name], row[f"{letter}_microbatch"], keepdims=False)
 
     def _dy(self, part: State, row: Row, stand: Stand) -> list[Any]:
-        """The cotangents of x, over its floating leaves, and of the losses, in the order of their names."""
+        """The cotangents of the output x, over its floating leaves, then of the losses in the order of their names."""
         above = [] if stand.kind == self._last else read_slot(part.pools["dy"], row["G_dy"])
         return [*above, *(self._seed(name, row, "G") for name in sorted(self.kinds[stand.kind].losses))]
 
