@@ -1,7 +1,7 @@
 """The `dualpipe` command: ``dualpipe`` or ``python -m dualpipe_jax``.
 
 It starts fast: help and version load no NumPy, and a subcommand's module is imported only when that
-  subcommand runs.
+subcommand runs.
 """
 
 import contextlib

@@ -114,7 +114,7 @@ class Program:
         """For each kind the number of the first kind alike.
 
         The kinds of the first and the last stage are alike to no other: one takes no x, the other hands none
-          on.
+        on.
         """
         alike, kind_of = self.step.model.alike, self.prepared.kind_of
         likes = [

@@ -29,7 +29,7 @@ def make_pool(num_slots: int, like: Any) -> Any:
     """An uninitialised pool for each leaf of ``like`` (arrays or ShapeDtypeStructs), with a leading slot dim.
 
     No slot is read before it is written, so slots are not cleared: on TPU and GPU they hold whatever was in
-      memory.
+    memory.
     """
     return jax.tree.map(lambda a: lax.empty((num_slots, *a.shape), a.dtype), like)
 
