@@ -1,4 +1,4 @@
-"""Two programs in one order: the collectives of each lie under the work of the other.
+"""Two programs in one order: the collectives of each are in flight during the work of the other.
 
 This is DualPipe's pair. For one MoE layer, with b a backward's and f a forward's all-to-all:
 
@@ -6,8 +6,9 @@ This is DualPipe's pair. For one MoE layer, with b a backward's and f a forward'
   computation      F attention   B experts      F experts      B attention
                    '--- shared experts, weight gradients, slots: where there is room
 
-Left to itself the compiler's scheduler may find this order, and often does not: it takes some work for longer
-than it is, and lets a collective run out of it. So the order is given (``phases``), and barriers keep it.
+The compiler's scheduler may find this order by itself, but often does not: it overestimates the time of some
+work, so that a collective is in flight with too little work. So ``phases`` gives the order, and barriers keep
+it.
 """
 
 import dataclasses
@@ -41,15 +42,15 @@ def _as_it_is(array: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pool:
-    """An array in whose slots values wait: the first program may write one of them, the second read one.
+    """An array with slots in which values wait: the first program may write one slot, the second may read one.
 
     Attributes:
-      array: [slots, ...], or whatever ``read`` and ``write`` know.
-      read: from the pool to the value that waits there; None if the second program reads nothing here.
-      write: from the pool and a value to the new pool; None if the first program writes nothing here.
-      used: which argument of the second program is read.
-      made: which output of the first is written.
-      pin: keeps the pool as its owner wants it (its layout, say) where it is handed on.
+      array: [slots, ...], or any form that ``read`` and ``write`` understand.
+      read: ``read(array) -> value``, the value in the slot; None if the second program reads nothing here.
+      write: ``write(array, value) -> array``, the new pool; None if the first program writes nothing here.
+      used: the number of the second program's argument that is read from the slot.
+      made: the number of the first program's output that is written to the slot.
+      pin: a function that keeps a property of the pool, such as its layout, each time the pool is handed on.
     """
 
     array: Array
@@ -74,10 +75,11 @@ def interleave(
 ) -> tuple[list[Any], list[Any]]:
     """Run both programs on arrays or tracers, and return the outputs of each.
 
-    Collectives alternate, ``second``'s leading, spread evenly where one program has more; the hops of one dispatch
-    count as one (see ``phases.turns``). Those that wait for none and for which none waits lie where that leaves most
-    work beside all (see ``phases.apart`` and ``phases.arranged``). Collectives inside scans and conds are out of reach:
-    a scanned layer overlaps with nothing. ``side_by_side`` does the same for plain functions.
+    Collectives alternate, beginning with ``second``'s, and are spread evenly where one program has more; the
+    hops of one dispatch count as one (see ``phases.turns``). Collectives that do not depend on others, nor
+    others on them, are put where all collectives then have most work to overlap with (see ``phases.apart``
+    and ``phases.arranged``). Collectives inside scans and conds are not seen: a scanned layer overlaps with
+    nothing. ``side_by_side`` does the same for plain functions.
 
     >>> import jax.numpy as jnp
     >>> from dualpipe_jax.pair import interleave
@@ -89,17 +91,19 @@ def interleave(
 
     Arguments:
       first, second: programs, with their arguments.
-      pools: pools of slots into which ``first`` writes outputs and from which ``second`` reads inputs. Among the
-        outputs, the new pool takes the place of what was written; the argument for what is read is ignored. A slot is
-        read before it is written.
-      finish: by the number of an output of ``second``, a function of it, such as one that adds a gradient to a sum.
-      passed: the number of an input of ``first`` -> the number of the output of ``second`` that it is; the argument for
-        it is ignored. Otherwise neither program reads the other's values.
-      fixed: which arguments of each exist long before the call, such as parameters: no barrier holds them.
-      links: relative cost of a byte on mesh axes whose links are slower than others; in proportion, more work is put
-        next to a collective over such an axis.
+      pools: pools of slots into which ``first`` writes outputs and from which ``second`` reads inputs. The
+        new pool is returned in place of an output that was written; the argument in whose place a slot is
+        read is ignored. A slot is read before it is written.
+      finish: by the number of an output of ``second``, a function to apply to it, such as one that adds a
+        gradient to a sum.
+      passed: by the number of an input of ``first``, the number of the output of ``second`` that it receives;
+        the argument in its place is ignored. Except for these, neither program reads the other's values.
+      fixed: for each program, the numbers of the arguments that exist long before the call, such as
+        parameters: no barrier holds them.
+      links: by mesh axis whose links are slower than others, the relative cost of a byte. A collective over
+        such an axis gets more work to overlap with, in proportion.
     """
-    first, second = renamed(first), renamed(second)  # they may share values: the backward computes some again
+    first, second = renamed(first), renamed(second)  # they may share values, as the backward recomputes some
     if passed:
         first = _given(first, {first.inputs[i]: second.outputs[k] for i, k in passed.items()})
     pair = _Pair(first, first_arguments, second, second_arguments, pools, finish or {})
@@ -130,10 +134,11 @@ def by_itself(
     fixed: Collection[int] = (),
     links: Mapping[str, float] | None = None,
 ) -> list[Any]:
-    """Run one program on arrays or tracers, with its own work beside its collectives; arguments as of ``interleave``.
+    """Run one program on arrays or tracers so that its own work overlaps with its collectives.
 
-    In a backward these are gradients of weights, made while gradients of inputs travel. The compiler's scheduler puts
-    nearly all of them behind the last collective. A program without collectives is left to it whole.
+    In a backward this work is gradients of weights, computed while gradients of inputs are in flight. The
+    compiler's scheduler would compute nearly all of them after the last collective. A program without
+    collectives is left to that scheduler. Arguments are those of ``interleave``.
     """
     if not any(isinstance(node, Equation) and node.communicates for node in program.equations):
         made = evaluate(program, arguments)
@@ -143,7 +148,7 @@ def by_itself(
 
 
 class _Pair:
-    """All there is to do, in an order in which it could be done, and the values known so far."""
+    """All work of both programs, in an order in which it could be done, and the values known so far."""
 
     def __init__(
         self,
@@ -161,7 +166,7 @@ class _Pair:
         self.pins: dict[Value, Callable[[Array], Array]] = {}
         self.costs: dict[Work, float] = estimate(first) | estimate(second)
         self.ran: set[Work] = set()
-        self.fresh: dict[Value, None] = {}  # made since the last tie
+        self.fresh: dict[Value, None] = {}  # values made since the last tie
         reads, self.writes = list[Act](), list[Act]()
         read_in_place = _read_in_place(second)
         for pool in pools:
@@ -169,7 +174,9 @@ class _Pair:
         finishes = []
         for number, what in finish.items():
             output, done = second.outputs[number], Value((), None)
-            added = Act((output,), (done,), _listed(what), is_eager=True)  # matmuls add what they make
+            added = Act(
+                (output,), (done,), _listed(what), is_eager=True
+            )  # at once: a matmul can add to the sum itself
             finishes.append(added)
             self.outputs[1][number] = done
         self.works: list[Work] = [*reads, *second.equations, *first.equations, *finishes, *self.writes]
@@ -178,9 +185,9 @@ class _Pair:
     def _add_pool(
         self, pool: Pool, first: Program, second: Program, in_place: Collection[Value], reads: list[Act]
     ) -> None:
-        """How a slot is read and how one is written."""
+        """Add the acts that read a slot of a pool and that write one."""
         old, new = (Value(pool.array.shape, pool.array.dtype) for _ in range(2))
-        before, after = old, list[Act]()  # what is written to, and which reads must be over
+        before, after = old, list[Act]()  # the pool to write to, and the reads that must come first
         self.known[old] = pool.array
         if pool.read is not None:
             value = second.inputs[pool.used]
@@ -201,7 +208,7 @@ class _Pair:
         self.pins |= dict.fromkeys((old, before, new), pool.pin)
 
     def do(self, works: Iterable[Work]) -> None:
-        """Do what has not been done yet."""
+        """Do those of the works that have not been done yet."""
         for work in works:
             if work in self.ran:
                 continue
@@ -217,14 +224,18 @@ class _Pair:
                     self._keep_for_all(work)
 
     def _keep_for_all(self, work: Equation) -> None:
-        """Hold what is put together for several: XLA does it within one of their products, and once more for others."""
+        """Hold a concatenation that has several readers in a barrier.
+
+        Otherwise XLA fuses it into the product of one reader, and computes it again for the others.
+        """
         left = [values(other.inputs) for other in self.works if other not in self.ran]
         self._hold([made for made in work.outputs if sum(made in read for read in left) > 1])
 
     def tie(self, phase: Phase, following: Phase, fixed: Collection[Value]) -> None:
-        """End a phase: what it brought, and what the next one begins with, is there when all its work is done.
+        """End a phase with a barrier over the values that it made and those that the next phase needs first.
 
-        The work of the next phase is held back too: ready sooner, it would run where there is enough to do.
+        So the work of the next phase is held back too: it could start sooner, but would then run in a phase
+        that has enough work already.
         """
         if following.collective is not None and not phase.after:
             self.do(following.collective.nodes[:-1])
@@ -239,7 +250,10 @@ class _Pair:
         self.fresh.clear()
 
     def _condense(self, value: Value, reach: Sequence[Work]) -> bool:
-        """Reduce and cast what was made, and add it to its sum, as far as that takes less room; whether it was done."""
+        """Do the lazy work on a new value (reduce it, cast it, add it to its sum) if fewer bytes are then left to hold.
+
+        Returns whether it was done.
+        """
         chain = _following(value, reach)
         if not chain:
             return False
@@ -256,7 +270,7 @@ class _Pair:
         return True
 
     def _within_reach(self) -> list[Work]:
-        """Lazy work that could be done now, in order."""
+        """The lazy work that could be done now, in order."""
         there, reach = set(self.known), list[Work]()
         for work in self.works:
             if work not in self.ran and is_lazy(work) and there.issuperset(values(work.inputs)):
@@ -275,9 +289,9 @@ class _Pair:
         return wanted | {value for outputs in self.outputs for value in values(outputs)}
 
     def rest(self) -> tuple[list[Any], list[Any]]:
-        """All outputs, with what is still to be done for them."""
+        """All outputs, after the work that is still to be done for them."""
         self.do(work for work in self.works if work not in self.writes)
-        # What is written last waits for all that reads the same pools: else they are copied.
+        # The last writes wait for all reads of the same pools: else the pools are copied.
         pools = [write.inputs[0] for write in self.writes if write not in self.ran]
         seconds = [v for v in values(self.outputs[1]) if v in self.known]
         self._hold(values(dict.fromkeys([*seconds, *pools])))
@@ -286,14 +300,14 @@ class _Pair:
 
 
 def _given(program: Program, atoms: Mapping[Value, Atom]) -> Program:
-    """The program with atoms of another one in place of some of its inputs."""
+    """The program with another program's atoms in place of some of its inputs."""
     equations = substitute(program.equations, dict(atoms))
     outputs = tuple(swap(atom, atoms) for atom in program.outputs)
     return dataclasses.replace(program, equations=equations, outputs=outputs)
 
 
 def _following(value: Value, works: Iterable[Work]) -> list[Work]:
-    """Those of the works, in order, that rest on the value."""
+    """The works, in order, that depend on the value."""
     follows, found = {value}, list[Work]()
     for work in works:
         if follows.intersection(values(work.inputs)):
@@ -303,12 +317,15 @@ def _following(value: Value, works: Iterable[Work]) -> list[Work]:
 
 
 def _listed(function: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """The function as an act's, which gives a list."""
+    """The function in the form of ``Act.run``: it returns a list of one array."""
     return lambda *arrays: [function(*arrays)]
 
 
 def _taken_out(pool: Pool) -> Callable[[Array], list[Array]]:
-    """Reads a slot, and gives the pool behind a barrier: then the value is out, and the slot may be written."""
+    """A function that reads a slot, and returns its value and the pool, both from one barrier.
+
+    The value is then copied out of the pool, and the slot may be written.
+    """
     assert pool.read is not None
     read = pool.read
 
@@ -320,7 +337,7 @@ def _taken_out(pool: Pool) -> Callable[[Array], list[Array]]:
 
 
 def _read_in_place(program: Program) -> set[Value]:
-    """Inputs that only matmuls read, which take them from where they lie. For others a copy is made anyway."""
+    """The inputs that only matmuls read: these read a value in its pool. Other readers have it copied out anyway."""
     users: dict[Value, list[Work]] = {value: [] for value in program.inputs}
     for task in make_tasks(program.equations):
         for value in users.keys() & set(task.reads):

@@ -1,9 +1,10 @@
-"""Which work is done while which collective is in flight.
+"""Choose which work is done while which collective is in flight.
 
-A *phase* is the time of one collective; phase 0 is before the first. What the next collective sends must be
-computed in a phase at the latest; what needs a collective's result can be when its phase has ended. Between the
-two there is a choice: of the work that is there a phase takes what is needed soonest, until it has its share.
-What nothing waits for, such as weight gradients, goes where there is room.
+A *phase* is the time of one collective; phase 0 is the time before the first. Work that makes the input of a
+collective must be done before its phase; work that needs a collective's result can be done only after its
+phase. In between there is a choice: a phase takes, of the work that can be done, that which is needed
+soonest, until it has its share. Work for which nothing waits, such as weight gradients, fills the phases that
+have too little.
 """
 
 import dataclasses
@@ -25,28 +26,30 @@ from dualpipe_jax.split.graph import (
 )
 
 FLOPS_A_BYTE = 450
-"""Matmul FLOPs in the time of a byte from memory, by the TPU compiler's final figures: 395 to 460 on v5p, 440 to 560
-on v5e (libtpu 0.0.42.1). Published ones are 166 and 240, 295 of an H100. Only shares of work depend on it."""
+"""The number of matmul FLOPs in the time of one byte from memory, by the TPU compiler's final figures: 395 to
+460 on v5p, 440 to 560 on v5e (libtpu 0.0.42.1). Published figures are 166 for v5p, 240 for v5e and 295 for an
+H100. Only the shares of work depend on it."""
 
 _PASSED_ON = frozenset(
     {"name", "split", "stack", "reshape", "squeeze", "expand_dims", "stop_gradient", "pvary", "pcast"}
 )
-"""Primitives whose output lies where their input does."""
+"""Primitives whose output shares the memory of their input."""
 
 _PICKING = frozenset({"gather", "dynamic_slice"})
-"""Primitives that read a part."""
+"""Primitives that read only a part of their input."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Act:
-    """Something done besides a program's equations, such as to write a slot.
+    """Work that is no equation of a program, such as writing a slot.
 
     Attributes:
-      run: from the inputs' arrays to the outputs'.
-      is_lazy: whether it is done where its output is used, and costs nothing there.
-      is_eager: whether it is done as soon as what it reads is there.
+      inputs, outputs: the values that it reads and those that it makes.
+      run: the function from the inputs' arrays to the outputs' arrays.
+      is_lazy: whether it is done together with the work that uses its output, and costs nothing there.
+      is_eager: whether it is done as soon as its inputs are there.
       cost: bytes to and from memory.
-      after: lazy ones whose users' phases must have ended.
+      after: lazy acts; this act must wait until the phases of all tasks that use them have ended.
     """
 
     inputs: tuple[Atom, ...]
@@ -64,15 +67,16 @@ Item = TypeVar("Item")
 
 @dataclasses.dataclass(eq=False)
 class Task:
-    """Work that is done at one time: one node that is not lazy, and the lazy ones that it needs.
+    """Work that is done at one time: one node that is not lazy, and the lazy nodes that it needs.
 
     Attributes:
-      nodes: in order, its own last; one that an earlier task has run is not run again.
-      reads: values that other tasks make or that were given.
-      tasks: those to be done before; for a collective among them, its phase must have ended.
-      earlier: those whose phases must have ended.
-      first, last: the phases in which it can be done; a collective's own phase.
-      slow: how many times as long as over the quickest links a collective's bytes take.
+      nodes: the nodes in order, the one that is not lazy last. A lazy node that an earlier task has run is
+        not run again.
+      reads: the values that it reads from other tasks or from the program's inputs.
+      tasks: the tasks that must be done before; for a collective among them, its phase must have ended.
+      earlier: the tasks whose phases must have ended.
+      first, last: the first and the last phase in which it can be done; both a collective's own phase.
+      slow: the time of a collective's bytes, in multiples of their time over the quickest links.
     """
 
     nodes: list[Work]
@@ -93,13 +97,19 @@ class Task:
 
     @property
     def payload(self) -> float:
-        """Bytes of what it makes, each as often as it takes longer than one over the quickest links."""
+        """The bytes of its outputs, times ``slow``."""
         return self.slow * sum(value.nbytes for value in self.own.outputs)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Phase:
-    """One collective in flight, none in phase 0; what is done beside it; what must follow before the next."""
+    """The time of one collective.
+
+    Attributes:
+      collective: the collective in flight, None in phase 0.
+      beside: the tasks done while it is in flight.
+      after: the tasks done when it has arrived, before the next collective starts.
+    """
 
     collective: Task | None
     beside: list[Task] = dataclasses.field(default_factory=list)
@@ -107,14 +117,16 @@ class Phase:
 
 
 def is_lazy(work: Work) -> bool:
-    """Whether it is done along with what needs it."""
+    """Whether the work is done together with the work that needs its output."""
     return work.is_lazy if isinstance(work, Act) else is_cheap(work) or _name(work) in _PASSED_ON
 
 
 def make_tasks(works: Sequence[Work], links: Mapping[str, float] | None = None) -> list[Task]:
-    """A task for each node that is not lazy; ``works`` in an order in which they can be done.
+    """A task for each node that is not lazy.
 
-    ``links``: of mesh axes whose links are slower than others, how many times.
+    Arguments:
+      works: all work, in an order in which it can be done.
+      links: by mesh axis whose links are slower than others, how many times as long a byte takes.
     """
     made_by = {value: work for work in works if is_lazy(work) for value in work.outputs}
     makers: dict[Value, Task] = {}
@@ -145,7 +157,7 @@ def _axes(work: Work) -> tuple[str, ...]:
 
 
 def lazy_before(work: Work, made_by: Mapping[Value, Work]) -> list[Work]:
-    """The works that one rests on, as far as there are any in ``made_by``, in order."""
+    """The works of ``made_by`` on which a work depends, in order."""
     needed: dict[Work, None] = {}
 
     def visit(work: Work) -> None:
@@ -159,12 +171,12 @@ def lazy_before(work: Work, made_by: Mapping[Value, Work]) -> list[Work]:
 
 
 def plan(tasks: Sequence[Task], collectives: Sequence[Task], costs: Mapping[Work, float]) -> list[Phase]:
-    """Spread tasks over the phases of the collectives; what is in none is left for after the last.
+    """Spread tasks over the phases of the collectives; tasks in no phase are left to be done after the last.
 
     Arguments:
-      tasks: in an order in which they can be done.
-      collectives: those of the tasks that communicate, in the order in which they shall be in flight.
-      costs: of all nodes, in bytes to and from memory.
+      tasks: all tasks, in an order in which they can be done.
+      collectives: the tasks that communicate, in the order in which they are to be in flight.
+      costs: the cost of each node, in bytes to and from memory.
     """
     number = {task: k for k, task in enumerate(collectives, 1)}
     _bound(tasks, number)
@@ -172,7 +184,7 @@ def plan(tasks: Sequence[Task], collectives: Sequence[Task], costs: Mapping[Work
     phases = []
     for k, collective in enumerate([None, *collectives]):
         phase = Phase(collective)
-        # To what is sent next there may be something to do as well.
+        # The next collective's task may have lazy work too, which makes what it sends.
         load = sum(map(planner.cost, collectives[k : k + 1]))
         load += sum(planner.take(task, phase.beside) for task in planner.due(k) if task.first <= k)
         room = planner.share(k, load, collectives) if 0 < k < len(collectives) else 0.0
@@ -192,12 +204,12 @@ def arranged(
     free: Sequence[Sequence[Task]],
     costs: Mapping[Work, float],
 ) -> list[Task]:
-    """All collectives in one order: each free turn in the place that leaves most work beside all of them.
+    """All collectives in one order, with each free turn in the place where the ``shortage`` is least.
 
     Arguments:
       tasks, costs: see ``plan``.
-      chained: turns that wait for each other, in their order.
-      free: turns for which any place between others will do; see ``apart``.
+      chained: turns that depend on each other, in their order.
+      free: turns that may have any place among the others; see ``apart``.
     """
 
     def in_order(turns: Sequence[Sequence[Task]]) -> list[Task]:
@@ -212,10 +224,10 @@ def arranged(
 
 
 def shortage(tasks: Sequence[Task], collectives: Sequence[Task], costs: Mapping[Work, float]) -> float:
-    """The cost of the work that is missing beside collectives, as if work could be divided at will.
+    """The cost of the work that collectives lack to overlap with, if work could be divided into any parts.
 
-    Each collective wants all work's share by its bytes. Of the work that can be done by then it has what must be done,
-    and of the rest what is needed soonest.
+    Each collective is to have a share of all work in proportion to its payload. Of the work that can be done
+    in its phase it gets the work that must be done by then, and of the rest the work that is needed soonest.
     """
     number = {task: k for k, task in enumerate(collectives, 1)}
     _bound(tasks, number)
@@ -243,7 +255,15 @@ def shortage(tasks: Sequence[Task], collectives: Sequence[Task], costs: Mapping[
 
 @dataclasses.dataclass
 class _Planner:
-    """What is still to be placed, in order."""
+    """The tasks that are still to be placed in phases.
+
+    Attributes:
+      number: the phase of each collective.
+      costs: the cost of each node, in bytes to and from memory.
+      left: the tasks that are not placed, in order.
+      done: the tasks that are placed.
+      paid: the nodes of placed tasks, which cost nothing any more.
+    """
 
     number: Mapping[Task, int]
     costs: Mapping[Work, float]
@@ -252,11 +272,11 @@ class _Planner:
     paid: set[Work] = dataclasses.field(default_factory=set)
 
     def cost(self, task: Task) -> float:
-        """The cost of its nodes, without lazy ones that belong to an earlier task."""
+        """The cost of a task's nodes, without lazy nodes that belong to an earlier task."""
         return sum(self.costs[node] for node in task.nodes if node not in self.paid)
 
     def take(self, task: Task, into: list[Task]) -> float:
-        """Place a task, and the eager ones that only waited for it; their cost."""
+        """Place a task, and the eager tasks that waited only for it; returns their cost."""
         cost = self.cost(task)
         self.paid.update(task.nodes)
         self.done.add(task)
@@ -266,18 +286,18 @@ class _Planner:
         return cost + sum(self.take(t, into) for t in eager if t.tasks <= self.done)
 
     def due(self, k: int) -> list[Task]:
-        """Tasks that must be done in phase k."""
+        """The tasks that must be done in phase k."""
         return [task for task in self.left if task.last == k]
 
     def share(self, k: int, load: float, collectives: Sequence[Task]) -> float:
-        """How much work is phase k's, of which ``load`` is in it.
+        """The cost of the work that phase k is to have; ``load`` is the cost of the work that it has already.
 
-        As much for each byte in flight as there can be from here to whichever phase has least: what is there by then
-        must do for all phases up to it.
+        For each phase j from k on, the work that can be done by then has to suffice for the phases k to j.
+        The phase j with the least such work for each byte in flight sets the work for each byte of phase k.
         """
         nodes, payload, least = set[Work](), 0.0, math.inf
         for j, collective in enumerate(collectives[k - 1 :], k):
-            following = collectives[j : j + 1] if j > k else ()  # what the next one needs is in the load
+            following = collectives[j : j + 1] if j > k else ()  # at j == k the load has it already
             there = (task for task in self.left if task.first <= j)
             nodes.update(node for task in (*there, *following) for node in task.nodes)
             payload += collective.payload
@@ -285,7 +305,7 @@ class _Planner:
         return least * collectives[k - 1].payload
 
     def there(self, k: int, phase: Phase) -> Iterator[Task]:
-        """Tasks that can be done next in phase k, so far as filled."""
+        """The tasks that can be done next in phase k, after those already in it."""
         for task in self.left:
             before = (self.number[t] < k if t in self.number else t in self.done for t in task.tasks)
             if task.first <= k and all(before) and task.earlier <= self.done.difference(phase.beside):
@@ -293,7 +313,7 @@ class _Planner:
 
 
 def _bound(tasks: Sequence[Task], number: Mapping[Task, int]) -> None:
-    """Set in which phases tasks can be done."""
+    """Set ``first`` and ``last`` of each task: the phases in which it can be done."""
     for task in tasks:
         task.last = number.get(task, len(number) + 1)
         over = [number[before] + 1 if before in number else before.first for before in task.tasks]
@@ -305,17 +325,19 @@ def _bound(tasks: Sequence[Task], number: Mapping[Task, int]) -> None:
 
 
 def take_turns(first: Sequence[Item], second: Sequence[Item]) -> list[Item]:
-    """Both in one order, as evenly mixed as can be, ``second`` leading."""
+    """The items of both sequences in one order, mixed as evenly as possible, beginning with ``second``'s."""
     moments = [((k + 0.5) / len(first), 1, item) for k, item in enumerate(first)]
     moments += [((k + 0.5) / len(second), 0, item) for k, item in enumerate(second)]
     return [item for *_, item in sorted(moments, key=lambda moment: moment[:2])]
 
 
 def turns(tasks: Sequence[Task], collectives: Sequence[Task]) -> list[list[Task]]:
-    """A program's collectives, those together between which no matrix product waits for one and is waited for.
+    """A program's collectives in turns.
 
-    The hops of one dispatch are a turn: what the other program does lies beside all of them. Mixed one by one, it would
-    have to be ready for its own first hop when this one's has ended, and both would then wait, with no work left.
+    A collective joins the turn before it, unless it depends on a matrix product that depends on a collective
+    of that turn. So the hops of one dispatch are one turn, and the other program's work overlaps with all of
+    them. If the hops of two programs alternated one by one, the other program would have to be ready for its
+    own first hop when this one's first hop ends, and both programs would then wait, with no work left.
     """
     found: list[list[Task]] = []
     for collective in collectives:
@@ -327,13 +349,14 @@ def turns(tasks: Sequence[Task], collectives: Sequence[Task]) -> list[list[Task]
 
 
 def apart(tasks: Sequence[Task], collectives: Sequence[Task]) -> tuple[list[list[Task]], list[Task]]:
-    """A program's collectives in two: turns that wait for no other and that no other waits for, and the rest.
+    """A program's collectives in two parts: turns that depend on no other turn, nor any other on them, and the rest.
 
-    A dispatch that a backward makes again for gradients of weights, with all its hops, is one of the first. It can be
-    in flight while the link would be idle: beside work that another collective has brought and the next one needs.
+    An example of the first part is a dispatch, with all its hops, that a backward does again for gradients of
+    weights. It can be in flight when the links would be idle otherwise: during work that needs the result of
+    one collective and makes the input of the next.
     """
-    behind: dict[Task, set[Task]] = {}  # the collectives that a task rests on
-    groups: list[list[Task]] = []  # those of which one rests on another
+    behind: dict[Task, set[Task]] = {}  # the collectives on which a task depends
+    groups: list[list[Task]] = []  # collectives connected by dependencies
     for task in tasks:
         before = task.tasks | task.earlier
         behind[task] = set[Task]().union(*(behind[b] for b in before), (b for b in before if b.communicates))
@@ -346,7 +369,7 @@ def apart(tasks: Sequence[Task], collectives: Sequence[Task]) -> tuple[list[list
 
 
 def _beyond_products(tasks: Sequence[Task], start: Sequence[Task]) -> set[Task]:
-    """What rests on matrix products that rest on one of ``start``."""
+    """The tasks that depend on a matrix product which depends on one of ``start``."""
     after, beyond = set(start), set[Task]()
     for task in tasks:
         if task.tasks & beyond:
@@ -361,13 +384,13 @@ def _multiplies(task: Task) -> bool:
 
 
 def estimate(program: Program) -> dict[Work, float]:
-    """Each node's work as bytes to and from memory.
+    """The cost of each node, in bytes to and from memory.
 
-    Of a chain of elementwise work only the end counts, and matmuls read through what merely moves their inputs.
-    The rest follows the TPU compiler's final figures, to about a fifth.
+    In a chain of elementwise nodes only the last one counts, and nodes that merely move a matmul's inputs
+    cost nothing. The other costs agree with the TPU compiler's final figures to about a fifth.
     """
     stored = set(values(program.outputs))
-    laid = set[Value]()  # read in the order in which they lie
+    laid = set[Value]()  # values that others than matmuls read, in the order in which they lie in memory
     for node in program.equations:
         if not is_cheap(node) and _name(node) not in _PASSED_ON:
             (stored if _name(node) == "dot_general" else laid).update(values(node.inputs))
@@ -379,7 +402,7 @@ def estimate(program: Program) -> dict[Work, float]:
 
 
 def _sources(program: Program, stored: Collection[Value]) -> dict[Value, frozenset[Value]]:
-    """What is read from memory to make each value that elementwise work makes and nobody stores."""
+    """For each value that elementwise nodes make and nobody stores, the stored values from which it is made."""
     sources: dict[Value, frozenset[Value]] = {}
     for node in program.equations:
         if is_cheap(node):
@@ -395,7 +418,7 @@ def _estimate(
     read = float(sum(value.nbytes for value in values(node.inputs)))
     if name in _PASSED_ON or getattr(node, "communicates", False):
         return 0.0
-    if name in ("slice", "concatenate"):  # odd ones are copied, even for a matmul
+    if name in ("slice", "concatenate"):  # irregular ones are copied, even for a matmul; all are priced so
         return 2 * written
     if name.startswith("reduce_"):
         read_from = {source for value in values(node.inputs) for source in sources.get(value, {value})}
@@ -404,7 +427,7 @@ def _estimate(
         return 2 * written if any(value in laid for value in node.outputs) else 0.0
     if is_cheap(node):
         return 2 * written if any(value in stored for value in node.outputs) else 0.0
-    if name in _PICKING:  # what is picked several times is read once
+    if name in _PICKING:  # a part that is picked several times is read once
         return written + min(written, read)
     flops = count_flops([node]) / FLOPS_A_BYTE
     return flops + (read + written) / 2 if flops else read + written

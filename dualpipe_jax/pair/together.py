@@ -22,17 +22,17 @@ def side_by_side(
     second_arguments: Sequence[Tree],
     passed: Callable[[Tree], Tree] | None = None,
 ) -> tuple[Tree, Tree]:
-    """Gives ``(first(*first_arguments), second(*second_arguments))``, each hiding the other's communication.
+    """Compute ``(first(*first_arguments), second(*second_arguments))``, each hiding the other's communication.
 
-    For two microbatches' forwards, say, that are at different layers, with a cache each. The functions are traced, and
-    their collectives take turns, the second's leading; see ``interleave``. The first argument of each is taken
-    for parameters, which were there long before. Not to be differentiated: what functions inside say of their own
-    derivatives is lost.
+    An example is the forwards of two microbatches that are at different layers, each with its own cache. The
+    functions are traced, and their collectives alternate, beginning with the second's; see ``interleave``.
+    The first argument of each is taken to be parameters, which exist long before the call. The result must
+    not be differentiated: derivatives that inner functions define themselves are lost.
 
     Arguments:
       first, second: functions of trees, with their arguments.
-      passed: picks the part of the second's result that the first takes as one more argument, such as the keys and
-        values of the other microbatch's layers; each array is passed on as soon as it is computed.
+      passed: picks the part of the second's result that the first takes as one more argument, such as the
+        keys and values of the other microbatch's layers; each array is passed on as soon as it is computed.
 
     >>> import jax.numpy as jnp
     >>> side_by_side(jnp.add, (1, 2), jnp.multiply, (3, 4))
@@ -46,7 +46,7 @@ def side_by_side(
         numbers = passed(other_tree.unflatten(range(len(other.outputs))))
         start = len(jax.tree.leaves(first_arguments))
         handed = dict(enumerate(jax.tree.leaves(numbers), start))
-        # What it will be given in their place.
+        # Zeros of the right types, for tracing; the first is later given the second's outputs in their place.
         stand_ins = jax.tree.map(lambda k: zeros_like(other.outputs[k]), numbers)
         first_arguments = (*first_arguments, stand_ins)
     one, one_tree = _traced(first, first_arguments)
@@ -65,6 +65,6 @@ def side_by_side(
 
 
 def _traced(function: Callable[..., Tree], arguments: Sequence[Tree]) -> tuple[Program, Tree]:
-    """Its program, without what nobody wants of it: that would be given time."""
+    """The function's program, without equations that no output needs: ``interleave`` would give them time."""
     program, tree = trace_program(function, *arguments)
     return dataclasses.replace(program, equations=prune(program.equations, program.outputs)[0]), tree
