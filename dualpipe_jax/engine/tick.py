@@ -84,9 +84,8 @@ class Tick:
         if self.idle_sends or not payloads:
             return exchange(every, payloads)
         same = (jnp.asarray(sets) == jnp.stack(brings)[None]).all(axis=1)
-        number = jnp.where(
-            same.any(), jnp.argmax(same), len(sets) - 1
-        )  # the last set, all channels, serves any tick
+        # The last set, all channels, serves any tick.
+        number = jnp.where(same.any(), jnp.argmax(same), len(sets) - 1)
         return lax.switch(number, [functools.partial(exchange, wanted) for wanted in sets], payloads)
 
     def _nothing_to_send(self, state: State, payloads: Collection[str]) -> State:

@@ -174,9 +174,8 @@ class _Pair:
         finishes = []
         for number, what in finish.items():
             output, done = second.outputs[number], Value((), None)
-            added = Act(
-                (output,), (done,), _listed(what), is_eager=True
-            )  # at once: a matmul can add to the sum itself
+            # Eager, since the matmul before it can then add to the sum itself.
+            added = Act((output,), (done,), _listed(what), is_eager=True)
             finishes.append(added)
             self.outputs[1][number] = done
         self.works: list[Work] = [*reads, *second.equations, *first.equations, *finishes, *self.writes]
