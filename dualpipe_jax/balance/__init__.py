@@ -1,4 +1,4 @@
-"""Which device holds which experts: DeepSeek's load balancer, and a better one, with Python and NumPy alone."""
+"""Placement of experts on devices by load: DeepSeek's load balancer, and a better one. Needs only Python and NumPy."""
 
 from dualpipe_jax.balance.eplb import rebalance_experts
 from dualpipe_jax.balance.outlook import Outlook, bound_of, is_due, outlook

@@ -1,4 +1,4 @@
-"""How even it can get: what no placement can do better than."""
+"""Lower bounds on the load of the busiest device, below which no placement can get."""
 
 import numpy as np
 
@@ -7,18 +7,20 @@ from dualpipe_jax.balance.loads import HAIR
 _HALVINGS = 24
 
 _PARTS = 3
-"""Copies above a half of the limit are counted, and above a third: no device takes two, or three, of those."""
+"""Copies above 1/2 and above 1/3 (1/``_PARTS``) of the limit are counted: a device within the limit has at
+most one copy above 1/2 and at most two above 1/3."""
 
 
 def packing_bound(shares: np.ndarray, num_devices: int) -> np.ndarray:
-    """The least that the busiest device carries, however copies are packed: float64 [rows].
+    """A lower bound on the load of the busiest device, however copies are packed: float64 [rows].
 
-    For every m: if the m heaviest copies lie on m devices, these have (k - 1) m more copies, which weigh at least
-    what the lightest do; if two of them share a device, it carries at least the lighter two of the m, and the k - 2
-    lightest. And more than (j - 1) x devices copies cannot go without j of them on one.
+    Each device takes k copies. For every m: if the m heaviest copies lie on m devices, these devices hold
+    (k - 1) m further copies, which weigh at least as much as the lightest copies do. If two of the m share a
+    device, it carries at least the two lightest of the m and the k - 2 lightest copies. Also, of more than
+    (j - 1) x num_devices copies at least j lie on one device.
 
     Args:
-      shares: [rows, copies], loads of copies; a multiple k of num_devices.
+      shares: [rows, copies], the loads of copies; their number is a multiple, k, of num_devices.
     """
     ordered = -np.sort(-shares, -1)
     rows, copies = ordered.shape
@@ -36,13 +38,16 @@ def packing_bound(shares: np.ndarray, num_devices: int) -> np.ndarray:
 
 
 def lower_bound(relative: np.ndarray, num_devices: int, num_slots: int) -> np.ndarray:
-    """The least max/mean over devices of any placement whose copies share evenly: float64 [layers].
+    """A lower bound on max/mean over devices, for all placements whose copies share evenly: float64 [layers].
 
-    A device at the mean is 1. For a lower value T to be reached, every expert needs as many copies as make each at
-    most T; only so many slots are left for more copies, so none becomes lighter than those would make it; and what
-    is certain to be there has to pack within T (``packing_bound``); nor may there be more copies above T / 2 than
-    devices, or above T / 3 than twice as many, wherever the spare ones go. The bound is where that begins to be
-    possible.
+    The load of the mean device is 1. A value T can be reached only if all of these hold:
+      - Every expert can have so many copies that each carries at most T: there are slots enough, and no
+        expert needs more copies than there are devices.
+      - These copies pack within T (``packing_bound``), even if each has only the load that it would have if
+        all slots left over were given to its expert.
+      - Wherever the slots left over go, at most num_devices copies are above T / 2, and at most twice as many
+        above T / 3.
+    The bound is the least T for which all hold, approached from below by halving an interval.
 
     Args:
       relative: [windows, layers, experts], in multiples of the mean device's load (``loads.relative``).
@@ -61,7 +66,7 @@ def lower_bound(relative: np.ndarray, num_devices: int, num_slots: int) -> np.nd
 
 
 def _may_reach(relative: np.ndarray, limit: np.ndarray, num_devices: int, num_slots: int) -> np.ndarray:
-    """Whether nothing speaks against a limit: bool [layers]. Once true, true for all higher limits."""
+    """Whether no condition of ``lower_bound`` rules out a limit: bool [layers]. If true, so for all higher limits."""
     slots = num_devices * num_slots
     needed = copies_needed(relative, limit)
     spare = slots - needed.sum(-1)
@@ -71,7 +76,7 @@ def _may_reach(relative: np.ndarray, limit: np.ndarray, num_devices: int, num_sl
     needed, spare = needed[possible], spare[possible]
     most = np.minimum(needed + spare[:, None], num_devices)
     rows = len(needed)
-    # One row of slots for each layer: experts as often as needed, then nothing for the spare ones
+    # One row of slots for each layer: each expert's needed copies, then zeros for the spare slots
     counts = np.concatenate([needed, spare[:, None]], -1).ravel()
     reached = np.ones(rows, bool)
     for window in relative[:, possible]:
@@ -86,10 +91,11 @@ def _may_reach(relative: np.ndarray, limit: np.ndarray, num_devices: int, num_sl
 
 
 def _fewest_large(load: np.ndarray, needed: np.ndarray, spare: np.ndarray, size: np.ndarray) -> np.ndarray:
-    """The least number of copies that carry more than a size: float64 [rows].
+    """A lower bound on the number of copies that carry more than ``size``: float64 [rows].
 
-    An expert's needed copies are large until there are so many more that none is. The spare ones go where they spare
-    most large copies each; the last may go in parts, which makes this a bound.
+    An expert's needed copies stay large until it has enough further copies that none is large. The spare
+    copies go to the experts where each of them makes most large copies small. The last ones may be divided,
+    so that this is a bound.
     """
     large = load / needed > size[:, None] * (1 + HAIR)
     cost = np.where(large, np.ceil(load / size[:, None] * (1 - HAIR)) - needed, 0.0)
@@ -102,6 +108,9 @@ def _fewest_large(load: np.ndarray, needed: np.ndarray, spare: np.ndarray, size:
 
 
 def copies_needed(relative: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """Int64 [layers, experts]: copies that make each at most the limit [layers], in all windows; at least one."""
+    """The least number of copies, at least 1, that keeps each copy within the limit [layers] in all windows.
+
+    Returns int64 [layers, experts].
+    """
     ratio = relative.max(0) / limit[:, None] * (1 - HAIR)
     return np.maximum(np.ceil(np.minimum(ratio, 2**40)), 1).astype(np.int64)

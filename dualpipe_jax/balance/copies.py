@@ -1,4 +1,4 @@
-"""How many copies of each expert: the greedy answer, and others that may pack better."""
+"""The number of copies of each expert: greedy counts, and others that may pack better."""
 
 from collections.abc import Iterator
 
@@ -7,22 +7,24 @@ import numpy as np
 from dualpipe_jax.balance.bounds import copies_needed
 
 _LIMITS = (1.0, 1.022, 1.008, 1.045, 1.004, 1.035, 1.012, 1.06, 1.017, 1.028)
-"""Loads of the heaviest copy to try, in multiples of the lower bound: far between at first, for time may be short."""
+"""Limits on the load of the heaviest copy to try, in multiples of the lower bound. The first ones differ
+most, since there may be no time for all."""
 
 _PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""The share of the spare copies that makes the largest experts' copies smaller than they need be."""
+"""The shares of the spare copies to try for the largest experts, one more copy for each."""
 
 
 def add_copies(load: np.ndarray, counts: np.ndarray, num_copies: int, most: int) -> np.ndarray:
-    """One more copy at a time, of the expert whose copies carry most: int64 [layers, experts].
+    """Add one copy at a time, of the expert whose copies carry most: int64 [layers, experts], the new counts.
 
-    From one copy each, no other counts have a lighter heaviest copy. The first of equal experts comes first.
+    Started from one copy of each expert, no other counts have a lighter heaviest copy. Of equal experts the
+    first is taken.
 
     Args:
       load: [layers, experts].
-      counts: [layers, experts], to begin with.
-      num_copies: of all experts of a layer, in the end; at most experts x most.
-      most: copies of an expert.
+      counts: [layers, experts], the counts to start from.
+      num_copies: the number of copies of all experts of a layer in the end; at most experts x most.
+      most: the largest number of copies of an expert.
     """
     counts = counts.copy()
     layer = np.arange(len(counts))
@@ -37,12 +39,12 @@ def add_copies(load: np.ndarray, counts: np.ndarray, num_copies: int, most: int)
 
 
 def other_counts(relative: np.ndarray, bound: np.ndarray, num_copies: int, most: int) -> Iterator[np.ndarray]:
-    """Counts worth a try where the greedy ones do not pack well: each int64 [layers, experts].
+    """Counts to try where the greedy counts do not pack well: each int64 [layers, experts].
 
-    With few slots a device the heaviest copy decides less than whether every copy finds a partner: a device of two
-    slots takes one copy above half of its load, not two. So every expert gets the copies that hold it under a limit
-    above the bound, and of the spare ones some go to the largest experts, whose copies then become small, the rest to
-    the heaviest copies.
+    With few slots on a device, the load of the heaviest copy matters less than whether every copy finds a
+    partner: a device of two slots can take one copy above half of its load, but not two. So every expert gets
+    the copies that keep it within a limit above the bound. Of the spare copies some go to the largest
+    experts, whose copies then become small, and the rest to the heaviest copies.
     """
     load = relative.max(0)
     rank = np.argsort(np.argsort(-load, -1, kind="stable"), -1)
@@ -56,11 +58,12 @@ def other_counts(relative: np.ndarray, bound: np.ndarray, num_copies: int, most:
 
 
 def nearby_counts(counts: np.ndarray, num_tries: int, most: int, random: np.random.Generator) -> np.ndarray:
-    """Counts in which one to three copies went from an expert to another: int64 [layers, tries, experts].
+    """Counts after one to three random moves of a copy from one expert to another: int64 [layers, tries, experts].
 
     Args:
       counts: int64 [layers, experts].
-      most: copies of an expert.
+      num_tries: the number of new counts for each layer.
+      most: the largest number of copies of an expert.
     """
     found = np.repeat(counts, num_tries, 0)
     row = np.arange(len(found))

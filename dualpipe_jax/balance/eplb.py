@@ -1,8 +1,8 @@
 """DeepSeek's load balancer for experts, with its contract, its arithmetic and its ties (github.com/deepseek-ai/EPLB).
 
-Three steps, each greedy: pack groups of experts to nodes; in each node copy, one by one, the expert whose copies
-carry most; pack the copies to the node's devices. `dualpipe_jax.balance.balance` does better; this one is for
-those who want DeepSeek's own answer. All layers go through each step at once.
+Three steps, each greedy: pack groups of experts onto nodes; in each node copy, one by one, the expert whose
+copies carry most; pack the copies onto the node's devices. `dualpipe_jax.balance.balance` does better; use
+this module to get DeepSeek's own result. All layers go through each step at once.
 """
 
 from collections.abc import Callable
@@ -25,12 +25,13 @@ def rebalance_experts(
     *,
     ties: Literal["torch", "stable"] = "torch",
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Where copies of experts go, as DeepSeek's function of this name decides it, index for index.
+    """The placement of experts' copies that DeepSeek's function of this name returns, index for index.
 
-    Where num_groups is a multiple of num_nodes a group stays on one node (hierarchical); else nodes and groups are
-    ignored (global). Everything is computed in float32, as there. Of experts whose copies carry equally much the first
-    is copied; of equally light packs the first that has room takes the next item; where a pack takes one item, item i
-    goes to pack i whatever its weight. In which order items of equal weight are packed, ``ties`` says.
+    If num_groups is a multiple of num_nodes, each group stays on one node (hierarchical); else nodes and
+    groups are ignored (global). Everything is computed in float32, as in DeepSeek's code. Of experts whose
+    copies carry the same load, the first is copied; of equally light packs, the first that has room takes the
+    next item; if a pack takes only one item, item i goes to pack i whatever its weight. ``ties`` sets the
+    order in which items of equal weight are packed.
 
     >>> from dualpipe_jax.balance import rebalance_experts
     >>> counts = dict(num_replicas=6, num_groups=1, num_nodes=1, num_gpus=2)
@@ -39,17 +40,19 @@ def rebalance_experts(
     ([[0, 0, 3, 0, 1, 2]], [[3, 1, 1, 1]])
 
     Args:
-      weight: [layers, experts], how much each expert has to do; any real numbers of at least 0.
-      num_replicas: slots of all devices, so copies of all experts: at least experts, a multiple of num_gpus.
-      num_groups: groups of experts, of consecutive indices.
-      num_nodes: machines.
-      num_gpus: devices of all nodes.
-      ties: "torch" packs items of equal weight in the order in which PyTorch sorts them on a CPU, so that all is as
-        DeepSeek's function returns it there; "stable" packs the lower index first. Neither depends on the machine.
+      weight: [layers, experts], the load of each expert; any real numbers of at least 0.
+      num_replicas: the number of slots of all devices, which is the number of copies of all experts: at least
+        experts, a multiple of num_gpus.
+      num_groups: the number of groups of experts of consecutive indices.
+      num_nodes: the number of machines.
+      num_gpus: the number of devices of all nodes.
+      ties: "torch" packs items of equal weight in the order in which PyTorch sorts them on a CPU, so that the
+        result is that of DeepSeek's function there; "stable" packs the lower index first. Neither depends on
+        the machine.
 
-    Returns (phy2log, log2phy, logcnt), all int64: [layers, num_replicas], the expert in each slot, where device g has
-    the slots from g * num_replicas / num_gpus; [layers, experts, most copies], the slots of each expert, -1 where it
-    has fewer copies; [layers, experts], the number of copies.
+    Returns (phy2log, log2phy, logcnt), all int64: [layers, num_replicas], the expert in each slot, where
+    device g has the slots from g * num_replicas / num_gpus; [layers, experts, most copies], the slots of each
+    expert, -1 where it has fewer copies; [layers, experts], the number of copies.
 
     Raises:
       ValueError: the counts do not divide each other, or weights are not finite numbers of at least 0; says which.
@@ -68,7 +71,7 @@ def rebalance_experts(
     to_ordered = (first[..., None] + np.arange(size)).reshape(layers, experts)
     from_ordered = to_ordered.argsort(-1)
 
-    # A row a node from here on
+    # From here on there is one row for each node of each layer
     ordered = np.take_along_axis(weights, from_ordered, -1).reshape(layers * num_nodes, local)
     expert, rank, counts = replicate(ordered, num_replicas // num_nodes)
     loads = np.take_along_axis(ordered / counts.astype(np.float32), expert, -1)
@@ -86,7 +89,7 @@ def rebalance_experts(
 
 
 def stable_order(weights: np.ndarray) -> np.ndarray:
-    """int64 [rows, items]: the heaviest first, of equal ones the lower index."""
+    """Indices that sort each row, the heaviest item first, of equal items the lower index: int64 [rows, items]."""
     return np.argsort(-weights, -1, kind="stable")
 
 
@@ -96,11 +99,12 @@ _ORDERS = {"torch": torch_cpu.sort_descending, "stable": stable_order}
 def pack(
     weights: np.ndarray, num_packs: int, order: Callable[[np.ndarray], np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Equally many items into each pack: the heaviest first, each into the lightest pack that has room.
+    """Pack the same number of items into each pack: the heaviest first, each into the lightest pack that has room.
 
     Args:
       weights: float32 [rows, items], items a multiple of num_packs.
-      order: gives the items of each row, the heaviest first.
+      num_packs: the number of packs.
+      order: a function from weights to the indices of each row's items, the heaviest first.
 
     Returns int64 [rows, items] twice: each item's pack, and its place there in order of arrival.
     """
@@ -110,7 +114,7 @@ def pack(
         return np.tile(np.arange(items), (rows, 1)), np.zeros((rows, items), int)
     row = np.arange(rows)
     filled, held = np.zeros((rows, num_packs), weights.dtype), np.zeros((rows, num_packs), int)
-    open_only = filled.copy()  # the same, infinite where a pack is full
+    open_only = filled.copy()  # equal to filled, but infinite where a pack is full
     pack_of, place = np.empty((rows, items), int), np.empty((rows, items), int)
     for item in order(weights).T:
         lightest = open_only.argmin(-1)
@@ -122,16 +126,16 @@ def pack(
 
 
 def replicate(weights: np.ndarray, num_copies: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One copy of each item, then one more, each time, of the item whose copies carry most.
+    """Make one copy of each item, then one more at a time, of the item whose copies carry most.
 
     No other counts have a lighter heaviest copy.
 
     Args:
       weights: float32 [rows, items].
-      num_copies: of all items, at least as many as there are.
+      num_copies: the number of copies of all items, at least the number of items.
 
-    Returns int64 [rows, copies] twice, the item that each copy is of and its number among that item's; and the
-    counts, int64 [rows, items].
+    Returns int64 [rows, copies] twice, the item of each copy and the copy's number among those of its item;
+    and the counts, int64 [rows, items].
     """
     rows, items = weights.shape
     row = np.arange(rows)

@@ -1,4 +1,4 @@
-"""Groups of experts kept on one node: first groups are dealt to nodes, then each node is a problem of its own."""
+"""Placement with each group of experts on one node: groups are packed onto nodes, then each node's experts placed."""
 
 from collections.abc import Callable
 
@@ -8,21 +8,24 @@ from dualpipe_jax.balance.pack import Packed, holds, pack, refine
 from dualpipe_jax.balance.placement import Layout
 
 Place = Callable[[np.ndarray, int, np.ndarray | None], np.ndarray]
-"""Loads [windows, rows, experts], devices and the experts in force [rows, devices, slots] to those to come."""
+"""A function that places experts on devices. Its arguments are loads [windows, rows, experts], the number of
+devices, and the placement in force [rows, devices, slots] or None; it returns the new one, int64 [rows,
+devices, slots]."""
 
 
 def place_by_groups(
     load: np.ndarray, layout: Layout, previous: np.ndarray | None, place: Place
 ) -> np.ndarray:
-    """Experts in slots, all copies of a group's on one node: int64 [layers, devices, slots].
+    """The expert in each slot, with all copies of a group's experts on one node: int64 [layers, devices, slots].
 
-    Nodes are evened out as devices are, by swaps of whole groups; but what is even for nodes may be worse for their
-    devices, so DeepSeek's packing is tried as well.
+    Loads of nodes are made even as those of devices are, by swaps of whole groups. Even nodes may have less
+    even devices, so DeepSeek's packing of groups is tried as well, and the better result is taken.
 
     Args:
       load: [windows, layers, experts], the mean device at 1.
-      previous: [layers, devices, slots]; its groups stay on their nodes.
-      place: what places experts on a node's devices.
+      layout: devices and their slots, nodes and groups.
+      previous: [layers, devices, slots], the placement in force, or None; its groups stay on their nodes.
+      place: the function that places experts on a node's devices.
 
     Raises:
       ValueError: ``previous`` has a group on two nodes; says which.

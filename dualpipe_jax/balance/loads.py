@@ -1,17 +1,18 @@
-"""Loads of experts as numbers to work with: checked, windows first, the mean device of a layer at 1."""
+"""Loads of experts in the form that the solver needs: checked, windows first, the mean device of a layer at 1."""
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 HAIR = 1e-12
-"""Loads, over the mean device's, that differ by less are the same: sums in another order."""
+"""Loads, in multiples of the mean device's, that differ by less than this count as equal: such differences
+come from the order of sums."""
 
 
 def checked(loads: ArrayLike, who: str = "balance") -> np.ndarray:
     """Loads as float64 [windows, layers, experts]; [layers, experts] is one window.
 
     Raises:
-      ValueError: not numbers of these dims, or some are NaN, infinite or negative; says where.
+      ValueError: loads are not numbers of these dims, or some are NaN, infinite or negative; says where.
     """
     try:
         given = np.asarray(loads)
@@ -35,23 +36,24 @@ def checked(loads: ArrayLike, who: str = "balance") -> np.ndarray:
 
 
 def in_range(loads: ArrayLike) -> np.ndarray:
-    """Loads over a power of two, the largest below 1: no sum is too large for float64, and no digit is lost."""
+    """Loads divided by a power of two, so that the largest is below 1: no sum overflows float64, no digit is lost."""
     given = np.asarray(loads, float)
     return np.ldexp(given, -np.frexp(given.max(initial=0.0))[1])
 
 
 def relative(windows: np.ndarray, num_devices: int, silent_as: float = 1.0) -> np.ndarray:
-    """Loads in multiples of what a device has to do on average: float64 [windows, layers, experts].
+    """Loads in multiples of the mean device's load: float64 [windows, layers, experts].
 
-    A window without load asks for nothing, and is left out if no layer has any. A layer without load in all windows
-    says nothing: its experts count as equal, or as nothing.
+    A window in which no layer has load is left out, if another one has load. In a layer without load in all
+    windows the experts count as equal, or as without load, by ``silent_as``.
 
     Args:
-      windows: as ``checked`` gives them.
-      silent_as: 1 or 0, what the mean device has to do in a layer without load.
+      windows: loads as ``checked`` returns them.
+      num_devices: the number of devices.
+      silent_as: 1 or 0, the load of the mean device in a layer without load.
     """
     windows = windows[windows.any((1, 2))] if windows.any() else windows[:1]
-    largest = windows.max(-1, keepdims=True)  # first, since a sum may be too large for float64
+    largest = windows.max(-1, keepdims=True)  # divide by it first, since a sum may overflow float64
     scaled = np.divide(windows, largest, out=np.zeros_like(windows), where=largest > 0)
     silent = ~(largest > 0).any(0)[:, 0]
     scaled[:, silent] = silent_as

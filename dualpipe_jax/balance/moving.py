@@ -1,4 +1,4 @@
-"""A new placement in terms of the old one: few experts moved, and only where it pays."""
+"""From an old placement to a new one with few moves of experts, and moves only where they gain more than they cost."""
 
 import numpy as np
 
@@ -9,13 +9,14 @@ from dualpipe_jax.balance.steps import improve
 
 
 def aligned(held: np.ndarray, previous: np.ndarray) -> np.ndarray:
-    """The same experts together on a device, on the devices that hold most of them already, in the same slots.
+    """A new placement with its devices renamed, so that each set of experts is where most of them are already.
 
-    Devices that share most are matched first.
+    The pair of a new and an old device with most experts in common is matched first. Experts that stay on a
+    device keep their slots.
 
     Args:
-      held: int64 [layers, devices, slots].
-      previous: [layers, devices, slots], as many or fewer slots.
+      held: int64 [layers, devices, slots], the new placement.
+      previous: [layers, devices, slots], the old one, with as many or fewer slots.
     """
     layers, devices, _ = held.shape
     row = np.arange(layers)
@@ -34,12 +35,12 @@ def aligned(held: np.ndarray, previous: np.ndarray) -> np.ndarray:
 
 
 def in_same_slots(held: np.ndarray, previous: np.ndarray) -> np.ndarray:
-    """Each device's experts in the slots where they were; others in those left over, in order."""
+    """Each device's experts in the slots where they were before; new experts in the other slots, in order."""
     same = held[..., :, None] == previous[..., None, :]
     stays = same.any(-1)
     taken = np.zeros(held.shape, bool)
     taken[..., : previous.shape[-1]] = same.any(-2)
-    # Those that do not stay and the slots that are not taken are equally many: pair them in order.
+    # There are as many experts that are new as slots that are not taken: pair them in order.
     to = np.empty(held.shape, np.int64)
     arrivals, free = np.argsort(stays, -1, kind="stable"), np.argsort(taken, -1, kind="stable")
     np.put_along_axis(to, arrivals, free, -1)
@@ -57,17 +58,18 @@ def replan(
     move_cost: float,
     close: float,
 ) -> np.ndarray:
-    """What to do about a previous placement: leave it, better it step by step, or go over to a fresh one.
+    """The placement after a previous one: unchanged, improved step by step, or a fresh one; chosen for each layer.
 
-    Every layer has these options; each costs moves and leaves a peak. Without a limit each layer takes the one of
-    the least peak + move_cost x moves. With one, moves go one after another to where a move gains most.
+    Each option costs moves and leaves a peak. Without max_moves each layer takes the option with the least
+    peak + move_cost x moves. With max_moves, the moves are spent one after another on the layer where a move
+    gains most.
 
     Args:
-      previous, fresh: int64 [layers, devices, slots]; where previous has fewer slots there is nothing to decide.
+      previous, fresh: int64 [layers, devices, slots]; if previous has fewer slots, the fresh one is taken.
       relative: [windows, layers, experts].
-      max_moves: of all layers together.
-      move_cost: of one, in loads of the mean device.
-      close: share of its best by which a layer may fall behind without counting as worse.
+      max_moves: the largest number of moves of all layers together, or None.
+      move_cost: the cost of one move, in loads of the mean device.
+      close: peaks above a layer's best by no more than this share of it count as equal to the best.
     """
     layers, devices, slots = fresh.shape
     if previous.shape != fresh.shape:
@@ -87,7 +89,7 @@ def replan(
 
 
 def _spend(moves: np.ndarray, peaks: np.ndarray, budget: int, move_cost: float) -> np.ndarray:
-    """Which option each layer takes, of [options, layers]: int64 [layers]. The first is to stay."""
+    """The option that each layer takes, of options [options, layers]: int64 [layers]. Option 0 is to stay."""
     chosen = np.zeros(moves.shape[1], np.int64)
     while True:
         row = np.arange(len(chosen))

@@ -1,4 +1,4 @@
-"""What a placement is worth, before anything moves: load before and after, the bound, moves."""
+"""The gain of a placement, known before anything moves: load before and after, the bound, and the moves."""
 
 import dataclasses
 from typing import Any
@@ -16,8 +16,8 @@ from dualpipe_jax.balance.placement import Layout, Placement
 class Outlook:
     """What a change of placement gains in each layer, and the experts that it moves; ``outlook`` makes it.
 
-    A layer takes as long as its busiest device, and all layers have as many tokens: so a step's experts take as long
-    as the sum over layers of max/mean.
+    A layer takes as long as its busiest device, and all layers have the same number of tokens: so the time of
+    a step's experts is proportional to the sum over layers of max/mean.
 
     >>> from dualpipe_jax.balance import Layout, Placement, balance, outlook
     >>> loads, layout = [[3, 3, 1, 1]], Layout(num_devices=2, num_slots=2)
@@ -28,8 +28,8 @@ class Outlook:
     Attributes:
       before: float64 [layers], max/mean over devices under the placement in force, in the worst window.
       after: float64 [layers], the same under the other placement.
-      bound: float64 [layers], which no placement of that layout can go below.
-      moves: int64 [layers], experts that devices have to fetch.
+      bound: float64 [layers], max/mean below which no placement of that layout can get.
+      moves: int64 [layers], the number of experts that devices have to fetch.
     """
 
     before: np.ndarray
@@ -39,12 +39,12 @@ class Outlook:
 
     @property
     def gain(self) -> float:
-        """The share of a step's time for experts that is saved: 0.25 is four thirds of the speed."""
+        """The share of a step's time for experts that is saved; a gain of 0.25 means 4/3 of the speed."""
         return float(1 - self.after.sum() / self.before.sum())
 
     @property
     def utilisation(self) -> tuple[float, float]:
-        """The shares of their time for which devices work, before and after; the rest they wait for the busiest one."""
+        """The mean share of time for which devices work, before and after; else they wait for the busiest device."""
         return float(1 / self.before.mean()), float(1 / self.after.mean())
 
     def to_json(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Outlook:
 
 @typechecked
 def outlook(loads: ArrayLike, placement: Placement, previous: Placement, layout: Layout) -> Outlook:
-    """What changing from a previous placement to another gains.
+    """The gain of changing from a previous placement to another.
 
     >>> from dualpipe_jax.balance import Layout, Placement, balance, outlook
     >>> loads, layout = [[3, 3, 1, 1]], Layout(num_devices=2, num_slots=2)
@@ -72,7 +72,8 @@ def outlook(loads: ArrayLike, placement: Placement, previous: Placement, layout:
     Args:
       loads: [layers, experts] or [windows, layers, experts].
       placement: the new placement, of ``layout``.
-      previous: the placement in force, with as many layers, experts and devices; its slots may be others.
+      previous: the placement in force, of the same numbers of layers, experts and devices; its number of
+        slots may differ.
       layout: devices and their slots.
     """
     windows = checked(loads, "outlook")
@@ -92,9 +93,10 @@ def worst_imbalance(loads: ArrayLike, placement: Placement) -> np.ndarray:
 
 @typechecked
 def bound_of(loads: ArrayLike, layout: Layout) -> np.ndarray:
-    """The least max/mean over devices of any placement of a layout: float64 [layers].
+    """A lower bound on max/mean over devices for all placements of a layout: float64 [layers].
 
-    Proven for placements whose copies share evenly and never two on a device: see ``docs/experts.md``.
+    Proven for placements whose copies share evenly, with at most one copy of an expert on a device: see
+    ``docs/experts.md``.
 
     >>> from dualpipe_jax.balance import Layout, bound_of
     >>> bound_of([[9, 1, 1, 1]], Layout(num_devices=2, num_slots=2)).round(3).tolist()
@@ -113,9 +115,10 @@ def bound_of(loads: ArrayLike, layout: Layout) -> np.ndarray:
 
 @typechecked
 def is_due(loads: ArrayLike, placement: Placement, threshold: float = 0.9) -> bool:
-    """Whether to look for another placement: devices work for less than this share of their time.
+    """Whether to look for another placement: whether devices work for less than ``threshold`` of their time.
 
-    Whether that other placement is worth its moves, ``outlook`` says, or ``balance`` by its move_cost.
+    Whether another placement is worth its moves is for ``outlook`` to say, or for the move_cost of
+    ``balance``.
 
     >>> from dualpipe_jax.balance import Placement, is_due
     >>> in_order = Placement.in_order(num_layers=1, num_experts=4, num_devices=2, num_slots=2)

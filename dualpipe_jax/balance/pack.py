@@ -1,4 +1,4 @@
-"""Copies into slots: packed as DeepSeek does, or dealt out in rounds, then swapped until nothing is gained.
+"""Put copies into slots: packed as DeepSeek does, or dealt in rounds, then swapped until no swap gains anything.
 
 All layers go through each step at once; a layer that is good enough drops out.
 """
@@ -13,15 +13,17 @@ _PAIR_TURNS = 6
 
 
 def pack(relative: np.ndarray, counts: np.ndarray, num_devices: int) -> np.ndarray:
-    """Every copy into a slot, none beside another of its expert: int64 [layers, devices, slots].
+    """Put every copy into a slot, no two copies of an expert on one device: int64 [layers, devices, slots].
 
-    The heaviest copy comes first, each to the lightest device that has room and none of the expert's copies: but for
-    the latter DeepSeek's packing, so what it is refined to is no worse. In a layer where that leads nowhere, since
-    the last devices with room have the expert already, copies are dealt.
+    The heaviest copy comes first; each goes to the lightest device that has room and no copy of the expert.
+    Except for this last condition it is DeepSeek's packing, so that the refined result is no worse than
+    DeepSeek's. In a layer where it fails, since all devices with room have the expert already, copies are
+    dealt (``deal``).
 
     Args:
       relative: [windows, layers, experts].
-      counts: [layers, experts], copies, each at most num_devices; their sum a multiple of it.
+      counts: [layers, experts], numbers of copies, each at most num_devices; their sum is a multiple of
+        num_devices.
     """
     order, heaviest = _heaviest_first(relative, counts)
     layers, copies = order.shape
@@ -34,7 +36,9 @@ def pack(relative: np.ndarray, counts: np.ndarray, num_devices: int) -> np.ndarr
     filled = np.zeros((layers, num_devices), np.int64)
     device, slot = np.empty((copies, layers), np.int64), np.empty((copies, layers), np.int64)
     row, stuck = np.arange(layers), np.zeros(layers, bool)
-    first = row * num_devices  # of each layer in the flat arrays: half of the time of pairs of indices
+    first = (
+        row * num_devices
+    )  # each layer's start in the flat arrays: half of the time of indices in two dims
     flat_room, flat_filled, flat_barred = room.reshape(-1), filled.reshape(-1), barred.reshape(-1)
     for copy, load in enumerate(np.ascontiguousarray(heaviest.T)):
         if some_follow[copy]:
@@ -60,13 +64,14 @@ def pack(relative: np.ndarray, counts: np.ndarray, num_devices: int) -> np.ndarr
 
 
 def deal(relative: np.ndarray, counts: np.ndarray, num_devices: int) -> np.ndarray:
-    """Every copy into a slot, none beside another of its expert: int64 [layers, devices, slots].
+    """Put every copy into a slot, no two copies of an expert on one device: int64 [layers, devices, slots].
 
-    The heaviest copies are dealt first, one to each device, then the next, the heaviest of a round to the device with
-    the least so far. Copies of an expert follow each other, so they meet at most where two rounds do; there its
-    remaining copies pass over the devices that have one.
+    Copies are dealt in rounds, the heaviest first, one to each device, and in each round the heaviest goes to
+    the device with the least load so far. The copies of an expert follow each other, so that two of them can
+    come to one device only if they are dealt in two rounds; in the second round they skip the devices that
+    have one.
 
-    Args: as of ``pack``.
+    Args: see ``pack``.
     """
     expert, _ = _heaviest_first(relative, counts)
     layers, copies = expert.shape
@@ -77,7 +82,7 @@ def deal(relative: np.ndarray, counts: np.ndarray, num_devices: int) -> np.ndarr
         dealt = expert[:, slot * num_devices : (slot + 1) * num_devices]
         peak = loads.max(0)
         if slot:
-            split = dealt[:, :1]  # perhaps copies of it came in the round before
+            split = dealt[:, :1]  # the expert of which the round before may have dealt copies
             behind = np.argsort(np.where((held[:, :, slot - 1] == split), np.inf, peak), -1, kind="stable")
             first = np.arange(num_devices) < (dealt == split).sum(-1, keepdims=True)
             np.put_along_axis(peak, behind, np.where(first, -1.0, np.take_along_axis(peak, behind, -1)), -1)
@@ -88,7 +93,10 @@ def deal(relative: np.ndarray, counts: np.ndarray, num_devices: int) -> np.ndarr
 
 
 def _heaviest_first(relative: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """All copies' experts and their loads in the worst window, [layers, copies]; those of an expert in a row."""
+    """The expert of each copy, and each copy's load in its worst window, both [layers, copies].
+
+    The heaviest copies come first; the copies of an expert follow each other.
+    """
     layers = len(counts)
     copies = int(counts[:1].sum())
     shares = (relative / counts).max(0)
@@ -105,9 +113,9 @@ class Packed:
     """Copies in slots with their loads, kept up to date as slots are swapped.
 
     Attributes:
-      held: int64 [layers, devices, slots], the expert in each.
-      slots: float64 [windows, layers, devices, slots], its copy's load.
-      devices: float64 [windows, layers, devices].
+      held: int64 [layers, devices, slots], the expert in each slot.
+      slots: float64 [windows, layers, devices, slots], the load of the copy in each slot.
+      devices: float64 [windows, layers, devices], the load of each device.
     """
 
     held: np.ndarray
@@ -116,7 +124,7 @@ class Packed:
 
     @classmethod
     def of(cls, held: np.ndarray, relative: np.ndarray) -> "Packed":
-        """Pack experts in slots, of these loads [windows, layers, experts]."""
+        """A placement ``held`` with the loads of its copies, from loads of experts [windows, layers, experts]."""
         shares = relative / count_copies(held, relative.shape[-1])
         layer = np.arange(len(held))[:, None, None]
         slots = shares[:, layer, held]
@@ -124,7 +132,7 @@ class Packed:
 
     @property
     def peak(self) -> np.ndarray:
-        """Float64 [layers, devices]: of each device the load of its worst window."""
+        """The load of each device in its worst window: float64 [layers, devices]."""
         return self.devices.max(0)
 
     def only(self, layers: np.ndarray) -> "Packed":
@@ -132,25 +140,26 @@ class Packed:
         return Packed(self.held[layers], self.slots[:, layers], self.devices[:, layers])
 
     def put(self, layers: np.ndarray, part: "Packed") -> None:
-        """Take over what ``only`` of these layers has become."""
+        """Replace these layers by ``part``, which ``only`` returned and which has been changed since."""
         self.held[layers] = part.held
         self.slots[:, layers], self.devices[:, layers] = part.slots, part.devices
 
     def best_swaps(self, one: np.ndarray, other: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """For pairs of devices the swap of a slot each that leaves the lower peak of the two.
+        """For each pair of devices, the swap of one slot for another after which the larger of their loads is least.
 
         Args:
-          one: int [layers, 1 or pairs], devices.
-          other: int [layers, pairs], others.
+          one: int [layers, 1 or pairs], the first device of each pair.
+          other: int [layers, pairs], the second device of each pair.
 
-        Returns [layers, pairs] each: the peak that is left (infinite where every swap would put two copies on one
-        device), and the slots of one and of other.
+        Returns three arrays [layers, pairs]: the larger load after the swap, in the worst window (infinite if
+        every swap would put two copies of an expert on one device), the slot of ``one``, and the slot of
+        ``other``.
         """
         layer = np.arange(len(self.held))[:, None]
         a, b = self.slots[:, layer, one], self.slots[:, layer, other]
         load_a, load_b = self.devices[:, layer, one], self.devices[:, layer, other]
         half, mean = (load_a - load_b) / 2, (load_a + load_b) / 2
-        # After a swap the two are at mean +- (half - what went over), so the larger is:
+        # After a swap the two loads are mean +- (half - the load that one gave to the other), so the larger is:
         left = a[..., :, None] - (b + half[..., None])[..., None, :]
         np.abs(left, out=left)
         left += mean[..., None, None]
@@ -162,7 +171,11 @@ class Packed:
         return np.take_along_axis(flat, best[..., None], -1)[..., 0], best // slots, best % slots
 
     def best_relief(self, heaviest: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-        """What the best swap of a device [layers] with any other leaves, and that other and the slots of both."""
+        """The best swap of one device of each layer, ``heaviest`` [layers], with any other device.
+
+        Returns, all [layers], the larger of both loads after the swap, and (the other device, the slot of
+        ``heaviest``, the slot of the other device).
+        """
         layers, devices, _ = self.held.shape
         row = np.arange(layers)
         if devices == 1:
@@ -173,7 +186,7 @@ class Packed:
         return left[row, which], (others[row, which], i[row, which], j[row, which])
 
     def _avoid_doubles(self, left: np.ndarray, best: np.ndarray, one: np.ndarray, other: np.ndarray) -> None:
-        """Where the best swap would put two copies of an expert on a device, choose again among those that do not."""
+        """Where the best swap would put two copies of an expert on one device, choose the best other swap, in place."""
         slots = self.held.shape[-1]
         layer = np.arange(len(self.held))[:, None]
         a, b = np.broadcast_to(self.held[layer, one], (*best.shape, slots)), self.held[layer, other]
@@ -189,7 +202,7 @@ class Packed:
     def swap(
         self, layer: np.ndarray, one: np.ndarray, i: np.ndarray, other: np.ndarray, j: np.ndarray
     ) -> None:
-        """Exchange slots i of devices one and j of devices other, each [swaps]; a device is in one swap at most."""
+        """Exchange slot i of device ``one`` and slot j of device ``other``, each [swaps]; no device is in two swaps."""
         went = self.slots[:, layer, one, i] - self.slots[:, layer, other, j]
         for array in (self.held[None], self.slots):
             kept = array[:, layer, one, i]
@@ -200,27 +213,28 @@ class Packed:
 
 
 def count_copies(held: np.ndarray, num_experts: int) -> np.ndarray:
-    """Int64 [layers, experts], of experts [layers, devices, slots]."""
+    """The number of copies of each expert, int64 [layers, experts], from experts in slots [layers, devices, slots]."""
     layers = len(held)
     at = held.reshape(layers, -1) + num_experts * np.arange(layers)[:, None]
     return np.bincount(at.ravel(), minlength=layers * num_experts).reshape(layers, num_experts)
 
 
 def holds(held: np.ndarray, num_experts: int) -> np.ndarray:
-    """Bool [..., experts], which of them are among experts [..., slots]."""
+    """Whether each expert is in any of the slots: bool [..., experts], from experts in slots [..., slots]."""
     found = np.zeros((*held.shape[:-1], num_experts), bool)
     np.put_along_axis(found, held, True, -1)
     return found
 
 
 def refine(packed: Packed, target: np.ndarray, turns: int | None = None) -> None:
-    """Swap slots, in place, until a layer's peak is at its target [layers], no swap lowers it or turns are over.
+    """Swap slots, in place, until a layer's peak is at its target [layers], no swap lowers it, or ``turns`` are over.
 
-    First heavy devices with light ones, many pairs at a time; then the heaviest with any other.
+    The first ``_PAIR_TURNS`` turns swap heavy devices with light ones, many pairs at a time; each further
+    turn swaps the heaviest device with any other.
     """
     layers, part = np.arange(len(target)), packed.only(np.arange(len(target)))
     able = np.ones(len(layers), bool)
-    # Swaps with the heaviest end of themselves, since each leaves less on it, but nobody knows when.
+    # Swaps of the heaviest device end by themselves, since each lowers its load; the number only limits the time.
     for turn in range(_PAIR_TURNS + 6 * packed.held.shape[1] + 50 if turns is None else turns):
         going = (part.peak.max(-1) > target[layers]) & able
         if not going.all():
@@ -237,7 +251,10 @@ def refine(packed: Packed, target: np.ndarray, turns: int | None = None) -> None
 
 
 def _swap_pairs(packed: Packed, turn: int) -> None:
-    """Pair the heavier half of the devices with the lighter one, later quarters, and swap; each turn pairs anew."""
+    """Swap between the heavier half of the devices and the lighter half, from turn 2 on between the outer quarters.
+
+    Each turn makes other pairs.
+    """
     order = np.argsort(-packed.peak, -1, kind="stable")
     half = order.shape[1] // (2 if turn < 2 else 4)
     if not half:
@@ -251,7 +268,7 @@ def _swap_pairs(packed: Packed, turn: int) -> None:
 
 
 def _relieve(packed: Packed) -> np.ndarray:
-    """The best swap of each layer's heaviest device with any other; bool [layers], whether there was one."""
+    """Do the best swap of each layer's heaviest device with any other; returns bool [layers], whether there was one."""
     heaviest = packed.peak.argmax(-1)
     left, (other, i, j) = packed.best_relief(heaviest)
     gains = left < packed.peak.max(-1) - HAIR

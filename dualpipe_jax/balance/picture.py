@@ -1,4 +1,4 @@
-"""Load of devices by layers as a heat map, before and after."""
+"""A heat map of the load of devices in each layer, before and after a change of placement."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _COLOURS = *reversed(BLUE), "#ffffff", *ORANGE, "#5a2d00"
-"""Blue below the mean, white at it, orange above, brown at the scale's end."""
+"""The colours of the scale: blue below the mean, white at the mean, orange above, brown at the scale's end."""
 _WIDTH, _LEFT, _GAP, _RIGHT, _HEAD, _FOOT = 10.0, 0.6, 0.25, 0.9, 0.85, 0.5  # inches
 _LARGEST = 2.0
-"""End of the scale in multiples of the mean: what is above has its colour."""
+"""The end of the scale in multiples of the mean; higher loads have the same colour."""
 _WHITE = 0.02
-"""What is nearer to the mean than this looks white, so that a map of nothing else is told in words."""
+"""Loads that differ from the mean by less than this share look white; a map with no others gets its range in words."""
 
 
 def plot(
@@ -30,10 +30,10 @@ def plot(
     *,
     bound: float | None = None,
 ) -> "Figure":
-    """Draw what each device has to do in each layer, over the layer's mean, under two placements side by side.
+    """Draw the load of each device in each layer, over the layer's mean, for two placements side by side.
 
-    A row is a layer, a column a device. Of several windows each device shows its worst. Nothing of matplotlib's
-    global state is read or left changed.
+    A row is a layer, a column a device. With several windows, each device shows its worst window. The
+    function neither reads nor changes matplotlib's global state.
 
     >>> from dualpipe_jax.balance import Layout, Placement, balance, plot
     >>> loads = [[3, 3, 1, 1]]
@@ -45,8 +45,8 @@ def plot(
     Args:
       loads: [layers, experts] or [windows, layers, experts].
       before, after: placements of these layers and experts.
-      path: where to write it too; SVG or PNG by its ending.
-      bound: mean over layers of the least max/mean, to write next to the picture.
+      path: the file to write the figure to, if any; SVG or PNG by its ending.
+      bound: the mean over layers of the lower bound on max/mean (``bound_of``), to write into the title.
 
     Raises:
       ValueError: if the path ends in neither .svg nor .png.
@@ -95,7 +95,7 @@ def plot(
 
 
 def _relative(windows: np.ndarray, placement: Placement) -> np.ndarray:
-    """What each device has to do over the layer's mean, in its worst window: float64 [layers, devices]."""
+    """The load of each device over the layer's mean, in its worst window: float64 [layers, devices]."""
     devices = placement.device_loads(windows)
     mean = devices.mean(-1, keepdims=True)
     return np.divide(devices, mean, out=np.ones_like(devices), where=mean > 0).max(0)

@@ -1,4 +1,4 @@
-"""Which expert lies in which slot of which device."""
+"""Layouts, devices with slots for experts, and placements, the expert in each slot of each device."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from dualpipe_jax.balance.pack import count_copies
 @typechecked
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Devices, and room for experts on each.
+    """Devices, and the number of experts that each can hold.
 
     >>> from dualpipe_jax.balance import Layout
     >>> Layout(num_devices=2, num_slots=5).num_replicas
@@ -25,10 +25,10 @@ class Layout:
     Attributes:
       num_devices: number of devices that share a layer's experts.
       num_slots: number of experts that a device holds in a layer, copies included.
-      num_nodes: number of machines, each of num_devices / num_nodes devices in a row.
-      num_groups: number of groups of experts of consecutive indices; a group's copies are all on one node, as routing
-        limited to a few groups wants it; None leaves every expert free. Balance is worse with groups: a node then
-        carries whatever its groups do.
+      num_nodes: number of machines, each of num_devices / num_nodes consecutive devices.
+      num_groups: number of groups of experts of consecutive indices. All copies of a group's experts are on
+        one node, which suits routing that is limited to a few groups. None: every expert may be anywhere.
+        With groups the loads are less even, since a node carries all the load of its groups.
 
     Raises:
       ValueError: a count is below 1, or groups are asked for where nodes are unequal or groups cannot be dealt
@@ -58,11 +58,11 @@ class Layout:
 
     @property
     def num_replicas(self) -> int:
-        """Slots of all devices: copies of all experts."""
+        """The number of slots of all devices in a layer, which is the number of copies of all experts."""
         return self.num_devices * self.num_slots
 
     def check(self, num_experts: int) -> None:
-        """Raise a ValueError that says why this many experts do not fit, if they do not."""
+        """Raise ValueError, which says why, if this number of experts does not fit the layout."""
         slots = f"{self.num_devices} devices of {self.num_slots} slots"
         if self.num_replicas < num_experts:
             raise ValueError(
@@ -143,29 +143,29 @@ class Placement:
 
     @property
     def num_layers(self) -> int:
-        """Layers with experts."""
+        """The number of layers with experts."""
         return self.experts.shape[0]
 
     @property
     def num_devices(self) -> int:
-        """Devices of a layer."""
+        """The number of devices."""
         return self.experts.shape[1]
 
     @property
     def num_slots(self) -> int:
-        """Slots of a device in a layer."""
+        """The number of slots of a device in a layer."""
         return self.experts.shape[2]
 
     @property
     def counts(self) -> np.ndarray:
-        """Int64 [layers, experts]: copies of each."""
+        """The number of copies of each expert: int64 [layers, experts]."""
         return count_copies(self.experts, self.num_experts)
 
     @property
     def slots_of(self) -> np.ndarray:
-        """Int64 [layers, experts, most copies]: slots of each expert in ascending order, -1 where it has fewer.
+        """The slots of each expert, ascending, -1 where it has fewer copies: int64 [layers, experts, most copies].
 
-        Device d has the slots from d * num_slots.
+        Device d has the slots from d * num_slots on.
         """
         flat, counts = self.experts.reshape(self.num_layers, -1), self.counts
         order = np.argsort(flat, -1, kind="stable")
@@ -176,7 +176,7 @@ class Placement:
         return slots
 
     def device_loads(self, loads: ArrayLike) -> np.ndarray:
-        """What each device has to do: float64 [..., layers, devices], of loads [..., layers, experts]."""
+        """The load of each device: float64 [..., layers, devices], from loads [..., layers, experts]."""
         given = np.asarray(loads, float)
         if given.shape[-2:] != (self.num_layers, self.num_experts):
             raise ValueError(
@@ -193,19 +193,19 @@ class Placement:
         return np.divide(devices.max(-1), mean, out=np.ones_like(mean), where=mean > 0)
 
     def moves_from(self, previous: "Placement") -> np.ndarray:
-        """Int64 [layers]: experts that some device has to fetch, since it does not hold them in ``previous``."""
+        """The number of experts that devices must fetch, since ``previous`` has them elsewhere: int64 [layers]."""
         alike = previous.experts.shape[:2] == self.experts.shape[:2]
         if not alike or previous.num_experts != self.num_experts:
             raise ValueError(f"Placement: {previous} is of other layers, devices or experts than {self}")
         return count_moves(previous.experts, self.experts)
 
     def to_json(self) -> dict[str, Any]:
-        """The text of a file, which ``from_json`` reads."""
+        """The placement as a dict of lists and numbers, which ``json.dumps`` writes and ``from_json`` reads."""
         return {"num_experts": self.num_experts, "experts": self.experts.tolist()}
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> "Placement":
-        """Read the placement that ``to_json`` wrote; further entries are ignored.
+        """The placement from the dict of ``to_json``; further entries are ignored.
 
         Raises:
           ValueError: entries are missing, or are no placement; says what is wrong.
@@ -222,7 +222,7 @@ class Placement:
 
     @classmethod
     def in_order(cls, num_layers: int, num_experts: int, num_devices: int, num_slots: int) -> "Placement":
-        """Experts in order over the devices; left over slots have copies of the first experts, in order again."""
+        """A placement of experts in order over the devices; slots left over have copies of the first experts."""
         Layout(num_devices, num_slots).check(num_experts)
         experts = np.arange(num_devices * num_slots) % num_experts
         return cls(np.tile(experts.reshape(num_devices, num_slots), (num_layers, 1, 1)), num_experts)
@@ -244,7 +244,7 @@ class Placement:
 
 
 def read_placement(text: str) -> Placement:
-    """The placement in a JSON text."""
+    """The placement in a JSON text. Raises ValueError for text that is none."""
     try:
         entries = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -255,9 +255,10 @@ def read_placement(text: str) -> Placement:
 
 
 def count_moves(before: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Int64 [layers]: of experts [layers, devices, slots] ``after``, those that their device does not hold before.
+    """The number of experts that devices hold in ``after`` and not in ``before``: int64 [layers].
 
-    An expert that lies twice on a device, as DeepSeek's algorithm may put it, is fetched once.
+    Both are experts in slots, [layers, devices, slots]. An expert that is twice on a device, as DeepSeek's
+    algorithm may place it, is counted once.
     """
     ordered = np.sort(after, -1)
     known = (ordered[..., :, None] == before[..., None, :]).any(-1)

@@ -1,4 +1,4 @@
-"""`balance`: a placement that is as even as can be found."""
+"""`balance`: search for the most even placement."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -13,19 +13,22 @@ from dualpipe_jax.balance.pack import Packed, count_copies, deal, pack, refine
 from dualpipe_jax.balance.placement import Layout, Placement
 
 CLOSE = 5e-4
-"""A layer whose busiest device is so little above the bound, as a share, is good enough."""
+"""The default of ``close``, see ``balance``: a share of the load of the mean device."""
 
 _SLACK = 2
-"""Other numbers of copies are tried where the greedy ones end so many times further above the bound."""
+"""Other numbers of copies are tried in layers whose busiest device is above the bound by more than this many
+times ``close``."""
 
 _PATIENCE = 20
-"""So many other numbers in a row that are no better, and a layer goes on to what is near its best."""
+"""After this many tries in a row without improvement, a layer skips the rest of ``other_counts``; tries near
+its best follow."""
 
 _TURNS = 32
-"""Swaps one after another in a try; the best is swapped to its end."""
+"""The number of turns of ``refine`` in a try; the best try of a layer is later refined to the end."""
 
 _ROUNDS, _SLOTS, _SLOTS_A_ROUND = 16, 400_000, 40_000
-"""Rounds of tries near the best, and slots that all tries fill, and a round of them, at most: about a second."""
+"""Limits of the search: the number of rounds of tries near the best; the number of slots that all tries fill,
+in all windows; and that of one round. Together about a second."""
 
 
 @typechecked
@@ -39,10 +42,10 @@ def balance(
     close: float = CLOSE,
     effort: float = 1.0,
 ) -> Placement:
-    """Place experts so that the busiest device of each layer has little to do, and no expert twice on a device.
+    """Place experts so that the load of the busiest device of each layer is low, with no expert twice on a device.
 
-    Copies and their packing start where DeepSeek's end (greedy, see ``rebalance_experts``). Then slots are swapped
-    between devices; where that stays above ``bound_of``, other numbers of copies are tried too. Layers are
+    The search starts from DeepSeek's result (greedy, see ``rebalance_experts``). Then slots are swapped
+    between devices; in layers that stay above ``bound_of``, other numbers of copies are tried too. Layers are
     independent of each other. The same input gives the same placement on every machine.
 
     >>> from dualpipe_jax.balance import Layout, balance
@@ -52,23 +55,28 @@ def balance(
     [1.0]
 
     Args:
-      loads: what each expert has to do, such as counts of tokens: [layers, experts], or [windows, layers, experts],
-        windows of time of which the worst counts, each relative to its own mean. A layer that has no load at all is
-        placed as if its experts were equal, or left as it was.
+      loads: the load of each expert, such as counts of tokens: [layers, experts], or [windows, layers,
+        experts], windows of time, each relative to its own mean, of which the worst decides. A layer without
+        any load is placed as if its experts were equal, or with ``previous`` stays as it was.
       layout: devices and their slots.
-      previous: the placement in force. The new one names slots so that what stays is not moved, and a layer takes no
-        more moves than its gain needs. With groups, these stay on their nodes. One of fewer slots, such as one without
-        copies, only lends its devices their names.
-      max_moves: the most experts that devices may have to fetch, over all layers; moves go where each gains most.
-      move_cost: what moving one expert costs, in loads of the mean device of a layer: a move is made only if it lowers
-        the busiest device by more. For example, a move of 5 ms that is to pay within 100 steps, where a layer's mean
-        device works for 2 ms a step: 0.025.
-      close: a layer is good enough at this share above the bound.
-      effort: how long to try other numbers of copies for layers that are not: at 1 about a second, at 0 not at all.
+      previous: the placement in force. In the new one experts that stay on a device keep their slots, and a
+        layer takes no more moves than its gain needs. With groups, these stay on their nodes. If it has fewer
+        slots than the layout, as one without copies has, all is placed anew, and devices are numbered so that
+        most experts stay.
+      max_moves: the largest number of experts that devices may have to fetch, over all layers; moves are made
+        where each gains most.
+      move_cost: the cost of moving one expert, in loads of the mean device of a layer: a move is made only if
+        it lowers the load of the busiest device by more. For example, if a move takes 5 ms and is to pay
+        within 100 steps, and a layer's mean device works for 2 ms a step, it is 0.025.
+      close: a layer is good enough if its busiest device is at most this share above the mean device, or at
+        the bound for its numbers of copies. Other numbers are tried only where it is more than twice this
+        share above the bound.
+      effort: how long to try other numbers of copies, in layers that are not good enough: at 1 about a
+        second, at 0 not at all.
 
     Raises:
-      ValueError: loads are no such numbers, experts do not fit the layout, ``previous`` is of other counts, or
-        limits are given without it; says which.
+      ValueError: loads are no such numbers, experts do not fit the layout, ``previous`` is of other counts,
+        or limits are given without it; says which.
     """
     windows = checked(loads)
     layout.check(windows.shape[-1])
@@ -114,9 +122,10 @@ def _check_previous(previous: Placement, windows: np.ndarray, layout: Layout, li
 
 
 def place(relative: np.ndarray, num_devices: int, num_slots: int, close: float, effort: float) -> np.ndarray:
-    """Experts in slots, rows independent of each other: int64 [rows, devices, slots].
+    """Place experts without a previous placement, each row by itself: int64 [rows, devices, slots].
 
-    Loads are [windows, rows, experts], the mean device at 1; ``close`` and ``effort`` are as of ``balance``.
+    ``relative`` is [windows, rows, experts], the mean device at 1; for ``close`` and ``effort`` see
+    ``balance``.
     """
     load, copies = relative.max(0), num_devices * num_slots
     counts = add_copies(load, np.ones(load.shape, np.int64), copies, num_devices)
@@ -132,22 +141,22 @@ def place(relative: np.ndarray, num_devices: int, num_slots: int, close: float, 
 
 
 class _Search:
-    """Tries numbers of copies for layers that are not at their bound, and keeps the best that they pack to.
+    """Tries other numbers of copies for layers that are above their bound, and keeps the best placement of each.
 
     Attributes:
-      relative: [windows, layers, experts].
-      held: int64 [layers, devices, slots], the best.
-      bound: [layers].
+      relative: loads, [windows, layers, experts].
+      held: int64 [layers, devices, slots], the best placement so far.
+      bound: [layers], the lower bound on max/mean.
     """
 
     def __init__(self, relative: np.ndarray, packed: Packed, close: float):
         self.relative, self.held, self._close = relative, packed.held, close
         self.bound = lower_bound(relative, *self.held.shape[1:])
         self._peak, self._idle = packed.peak.max(-1), np.zeros(len(self.bound), int)
-        self._filled = 0  # slots so far
+        self._filled = 0  # the number of slots that tries have filled so far, in all windows
 
     def try_these(self, counts: np.ndarray, until: float) -> None:
-        """Counts [layers, tries, experts], for layers that are above their bound and have patience left."""
+        """Try counts [layers, tries, experts] for layers above their bound that have patience (``_PATIENCE``) left."""
         done = 0
         while done < counts.shape[1] and self._filled < until:
             layers = self._above()
@@ -159,7 +168,7 @@ class _Search:
             done += some
 
     def try_nearby(self, until: float, rounds: int) -> None:
-        """Counts that differ a little from the best, at random; the same random ones every time."""
+        """Try counts that differ a little from the best, at random, with the same seed each time."""
         random = np.random.default_rng(0)
         for _ in range(rounds):
             layers = self._above()
@@ -179,7 +188,7 @@ class _Search:
         return np.flatnonzero(self._peak > self.bound * (1 + _SLACK * self._close))
 
     def _try(self, layers: np.ndarray, counts: np.ndarray) -> None:
-        """Counts [layers, tries, experts]."""
+        """Try counts [layers, tries, experts] for these layers, and keep each layer's best placement."""
         tries, row = counts.shape[1], np.arange(len(layers))
         flat = counts.reshape(len(layers) * tries, -1)
         load = np.repeat(self.relative[:, layers], tries, 1)
@@ -194,7 +203,10 @@ class _Search:
 
 
 def refined(held: np.ndarray, relative: np.ndarray, close: float, turns: int | None = None) -> Packed:
-    """Swapped until close to the bound of these copies, or until no swap helps or turns are over."""
+    """A placement after swaps of slots, see ``refine``.
+
+    A layer is done at the packing bound of its copies, or at 1 + ``close`` if that is higher.
+    """
     packed = Packed.of(held, relative)
     shares = packed.slots.reshape(*packed.slots.shape[:2], -1)
     bound = np.max([packing_bound(window, held.shape[1]) for window in shares], 0)

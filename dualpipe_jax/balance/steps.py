@@ -1,4 +1,4 @@
-"""From a placement to better ones, an expert or two moved at a time."""
+"""Improve a placement step by step; each step moves one or two experts of a layer."""
 
 from collections.abc import Iterator
 
@@ -11,19 +11,23 @@ from dualpipe_jax.balance.pack import Packed, count_copies, holds
 def improve(
     held: np.ndarray, relative: np.ndarray, target: np.ndarray, num_steps: int
 ) -> Iterator[np.ndarray]:
-    """Placements, each a step from the one before in every layer that has one: int64 [layers, devices, slots].
+    """Yield placements, each a step after the one before in every layer that has one: int64 [layers, devices, slots].
 
-    A step takes load from the heaviest device. It swaps a slot there with one elsewhere, which moves two experts; or
-    it moves one: a slot somewhere gives up a copy of an expert with others, for one more copy of an expert of the
-    heaviest device; or a slot of the heaviest device gives up such a copy, for any other expert. Of these it is the
-    one that leaves all devices it touches lowest for the experts it moves. It ends when all layers are at their
-    target [layers], or no step lowers the heaviest device below what it was with all others it touches.
+    A step takes load from the heaviest device, in one of three ways:
+      - It swaps a slot of the heaviest device with one of another device; this moves two experts.
+      - Another device gives up a copy of an expert that has other copies, and takes one more copy of an
+        expert of the heaviest device; this moves one expert.
+      - The heaviest device gives up a copy of an expert that has other copies, and takes any other expert;
+        this moves one expert.
+    The step taken is the one with the largest gain for each expert moved: the gain is the load of the
+    heaviest device before, less the largest load of all devices concerned after. The steps end when all
+    layers are at their target or no step has a gain.
 
     Args:
-      held: int64 [layers, devices, slots], experts.
+      held: int64 [layers, devices, slots], the placement to start from.
       relative: [windows, layers, experts].
-      target: [layers], of the heaviest device.
-      num_steps: at most.
+      target: [layers], the load of the heaviest device at which a layer is done.
+      num_steps: the largest number of steps.
     """
     held = held.copy()
     going = np.arange(len(held))
@@ -40,7 +44,7 @@ def improve(
 
 
 def _step(packed: Packed, relative: np.ndarray, held: np.ndarray, layers: np.ndarray) -> np.ndarray:
-    """The best step of each of the layers, taken in ``held``: bool [layers], whether there is one."""
+    """Take the best step of each of the layers in ``held``; returns bool [layers], whether there is one."""
     heaviest, most = packed.peak.argmax(-1), packed.peak.max(-1)
     swap_left, swap = packed.best_relief(heaviest)
     copy_left, copy = _best_copy(packed, relative, heaviest)
@@ -59,11 +63,15 @@ def _step(packed: Packed, relative: np.ndarray, held: np.ndarray, layers: np.nda
 def _best_copy(
     packed: Packed, relative: np.ndarray, heaviest: np.ndarray
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """What the best exchange of a copy leaves, and its device, slot and new expert."""
+    """The best replacement of a copy by a copy of another expert, in each layer.
+
+    Returns, all [layers], the largest load that it leaves on the devices concerned, and (device, slot, new
+    expert).
+    """
     counts = count_copies(packed.held, relative.shape[-1])
     copies = counts[np.arange(len(counts))[:, None, None], packed.held]
     spare = copies > 1
-    # Where a copy goes, the others of its expert carry more: [windows, layers, devices, slots]
+    # If a copy is given up, the other copies of its expert carry more: [windows, layers, devices, slots]
     rise = np.where(spare, packed.slots / np.maximum(copies - 1, 1), 0.0)
     others = np.where(spare, _heaviest_other(packed, heaviest) + rise, np.inf)
     there = packed.devices[..., None] - packed.slots
@@ -82,12 +90,19 @@ def _one_more(
     others: np.ndarray,
     there: np.ndarray,
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """One more copy of an expert of the heaviest device, in place of a copy elsewhere.
+    """The best way to put one more copy of an expert of the heaviest device in place of a copy elsewhere.
 
     Args:
-      rise: [windows, layers, devices, slots], by what each other copy becomes heavier where the slot's goes.
-      others: the same, what the heaviest device of those then has; infinite where the copy is its expert's only one.
-      there: the same, what the slot's device has without it.
+      packed: the placement.
+      counts: int64 [layers, experts], numbers of copies.
+      heaviest: int [layers], the heaviest device.
+      rise: [windows, layers, devices, slots], the load by which each other copy of the slot's expert grows if
+        the slot's copy is given up.
+      others: [windows, layers, devices, slots], the largest load that the devices of those other copies then
+        have; infinite if the slot's copy is its expert's only one.
+      there: [windows, layers, devices, slots], the load of the slot's device without the slot's copy.
+
+    Returns as ``_best_copy``.
     """
     row = np.arange(len(counts))
     expert, own = packed.held[row, heaviest], packed.slots[:, row, heaviest]
@@ -106,11 +121,13 @@ def _one_more(
 def _one_less(
     packed: Packed, share: np.ndarray, heaviest: np.ndarray, others: np.ndarray, there: np.ndarray
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """Another expert in place of a copy on the heaviest device.
+    """The best way to put a copy of another expert in place of a copy on the heaviest device.
 
     Args:
-      share: [windows, layers, experts], of each expert's copies if there were one more.
-      others, there: as of ``_one_more``.
+      share: [windows, layers, experts], the load of each of an expert's copies if there were one more.
+      packed, heaviest, others, there: see ``_one_more``.
+
+    Returns as ``_best_copy``.
     """
     row = np.arange(len(packed.held))
     left = there[:, row, heaviest][..., None] + share[:, :, None, :]
@@ -122,7 +139,7 @@ def _one_less(
 
 
 def _least(left: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """The least of each layer, of [layers, ...], and its indices there."""
+    """The least entry of each layer of an array [layers, ...], and its indices: [layers] each."""
     flat = left.reshape(len(left), -1)
     return flat.min(-1), np.unravel_index(flat.argmin(-1), left.shape[1:])
 
@@ -130,7 +147,7 @@ def _least(left: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
 def _heaviest_other(packed: Packed, heaviest: np.ndarray) -> np.ndarray:
     """For each slot the load of the heaviest device that has another copy of its expert, -inf if none has.
 
-    The heaviest device of all is left out: what it has after a step is counted apart.
+    The heaviest device of the layer is left out: its load after a step is counted separately.
 
     Returns float64 [windows, layers, devices, slots].
     """
@@ -143,7 +160,7 @@ def _heaviest_other(packed: Packed, heaviest: np.ndarray) -> np.ndarray:
         order = np.lexsort((-window, expert), axis=-1)
         of, ordered = np.take_along_axis(expert, order, -1), np.take_along_axis(window, order, -1)
         same = of[:, 1:] == of[:, :-1]
-        # The first of an expert looks at the second, every other at the first
+        # In falling order of load, an expert's first device gets the second's load, all others the first's
         starts = np.concatenate([np.ones((layers, 1), bool), ~same], -1)
         first = np.maximum.accumulate(np.where(starts, np.arange(of.shape[1]), 0), -1)
         second = np.concatenate([np.where(same, ordered[:, 1:], -np.inf), np.full((layers, 1), -np.inf)], -1)

@@ -1,16 +1,18 @@
-"""How PyTorch sorts and sums on a CPU, to the last tie and bit, without it.
+"""PyTorch's sort and sum on a CPU, with the same order of ties and the same bits, without PyTorch.
 
-DeepSeek's balancer sorts weights that are often equal (copies of an expert are), by a sort that does not say in
-which order equal ones come. On CPUs it is that of GCC's library, std::sort, whose order is the same everywhere.
+DeepSeek's balancer sorts weights that are often equal (those of an expert's copies are), by a sort that does
+not specify the order of equal items. On CPUs it is std::sort of GCC's library, whose order is the same on
+every machine.
 """
 
 import numpy as np
 
 _SMALL = 16
-"""std::sort cuts pieces up to this length, then sorts the whole by insertion, which keeps equal items in order."""
+"""The length of pieces at which std::sort stops partitioning. It then sorts the whole by insertion, which
+keeps equal items in order."""
 
 _LANES, _CHAINS = 8, 4
-"""A sum runs in so many vectors of so many lanes."""
+"""The number of float32 lanes of a vector, and the number of vectors in which partial sums are kept."""
 
 
 def sort_descending(weights: np.ndarray) -> np.ndarray:
@@ -28,9 +30,9 @@ def sort_descending(weights: np.ndarray) -> np.ndarray:
 
 
 def _partitioned(values: list[float]) -> list[int]:
-    """Indices after all partitions of introsort, those of larger values first but for the pieces' own order.
+    """Indices after all partitions of introsort: pieces in falling order of their values, each unsorted inside.
 
-    A piece that 2 log2 n partitions in a row did not make small goes over a heap.
+    A piece that 2 log2 n partitions in a row have not made small is sorted by a heap.
     """
     at = list(range(len(values)))
     left = [(0, len(values), 2 * (len(values).bit_length() - 1))]
@@ -45,7 +47,7 @@ def _partitioned(values: list[float]) -> list[int]:
 
 
 def _by_heap(values: list[float], heap: list[int]) -> list[int]:
-    """Sorted by heap, the least on top."""
+    """Indices sorted by a heap with the least value on top, so that the largest value comes first."""
     for top in reversed(range(len(heap) // 2)):
         _sift(values, heap, top, len(heap), heap[top])
     for end in reversed(range(1, len(heap))):
@@ -55,7 +57,7 @@ def _by_heap(values: list[float], heap: list[int]) -> list[int]:
 
 
 def _sift(values: list[float], heap: list[int], top: int, size: int, sunk: int) -> None:
-    """Put an index into the heap below ``top``: down along the lesser children to the bottom, then up to its place."""
+    """Put an index into the heap below ``top``: down along the smaller children to the bottom, then up to its place."""
     hole = top
     while (right := 2 * hole + 2) < size:
         child = right - 1 if values[heap[right]] > values[heap[right - 1]] else right
@@ -71,7 +73,10 @@ def _sift(values: list[float], heap: list[int], top: int, size: int, sunk: int) 
 
 
 def _partition(values: list[float], at: list[int], first: int, last: int) -> int:
-    """Larger than the pivot to the left, smaller to the right, equal ones to either; returns where the right begins."""
+    """Move values above the pivot to the left, below it to the right, equal ones to either side.
+
+    Returns the position at which the right side begins.
+    """
     pivot = _median(values, at, first + 1, first + (last - first) // 2, last - 1)
     at[first], at[pivot] = at[pivot], at[first]
     middle, left, right = values[at[first]], first + 1, last

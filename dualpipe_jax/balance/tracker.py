@@ -1,4 +1,4 @@
-"""Loads over time: a moving average of what each step counted."""
+"""Loads over time: a moving average of the tokens that each step counted."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoadTracker:
-    """A moving average of counts of tokens: a value, and ``add`` gives the next.
+    """A moving average of counts of tokens. It is immutable; ``add`` returns the next one.
 
     >>> from dualpipe_jax.balance import LoadTracker
     >>> tracker = LoadTracker.start(num_layers=1, num_experts=2, half_life=1.0)
@@ -18,10 +18,11 @@ class LoadTracker:
     [[1.3333333333333333, 2.6666666666666665]]
 
     Attributes:
-      half_life: steps after which a step counts half as much as the latest.
-      sums: float64 [layers, experts], counts, older ones weighed less.
-      weight: the weight of all added steps together: 0 before the first, at most 1 / (1 - 2 ** (-1 / half_life)).
-      steps: number of steps that were added.
+      half_life: the number of steps after which a step counts half as much as the latest.
+      sums: float64 [layers, experts], the weighted sum of counts; older steps have less weight.
+      weight: the sum of the weights of all added steps: 0 before the first, at most 1 / (1 - 2 ** (-1 /
+        half_life)).
+      steps: the number of steps that were added.
     """
 
     half_life: float
@@ -48,7 +49,8 @@ class LoadTracker:
         """The tracker after one more step.
 
         Args:
-          counts: integers [layers, experts], tokens that the step sent to each expert, of all devices together.
+          counts: integers [layers, experts], the number of tokens that the step sent to each expert, over all
+            devices.
 
         Raises:
           ValueError: counts are no integers, negative or of another shape; says which.
@@ -69,7 +71,7 @@ class LoadTracker:
 
     @property
     def loads(self) -> np.ndarray:
-        """Float64 [layers, experts]: tokens of an average step, for ``balance``.
+        """The tokens of each expert in an average step, for ``balance``: float64 [layers, experts].
 
         Raises:
           ValueError: no step was added yet.
@@ -79,15 +81,15 @@ class LoadTracker:
         return self.sums / self.weight
 
     def state(self) -> dict[str, Any]:
-        """Arrays and numbers for a checkpoint; ``restore`` goes on from there to the last bit."""
+        """A dict of arrays and numbers for a checkpoint; ``restore`` makes the same tracker of it, to the last bit."""
         return dataclasses.asdict(self)
 
     @classmethod
     def restore(cls, state: Mapping[str, Any]) -> "LoadTracker":
-        """The tracker of which ``state`` was taken; its arrays may have become lists in JSON.
+        """The tracker whose ``state()`` this is; the arrays may have become lists in JSON.
 
         Raises:
-          ValueError: an entry is missing, or is not what ``state`` gives.
+          ValueError: an entry is missing, or is not of the form that ``state()`` returns.
         """
         names = [field.name for field in dataclasses.fields(cls)]
         if missing := [name for name in names if name not in state]:

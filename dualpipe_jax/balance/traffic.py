@@ -1,4 +1,4 @@
-"""What dispatch sends over which links: copies of a token inside a node and across nodes."""
+"""The traffic of dispatch: copies of a token that are sent inside a node and across nodes."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from dualpipe_jax.balance.placement import Layout
 
 @dataclasses.dataclass(frozen=True)
 class Copies:
-    """Copies of a token that cross a kind of link, on average over tokens.
+    """The number of copies of a token that cross each kind of link, on average over tokens.
 
     >>> from dualpipe_jax.balance import Layout, count_traffic
     >>> layout = Layout(num_devices=4, num_slots=1, num_nodes=2)
@@ -34,15 +34,16 @@ class Copies:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """The same routing sent in three ways.
+    """The traffic of one routing, sent in each of four ways.
 
     Attributes:
       by_expert: a copy for each chosen expert, as one all-to-all over experts sends.
       by_device: a copy for each device that has chosen experts.
-      two_hops: a copy for each other node that has, to its device of the sender's number there; from that one (or the
-        sender, in its own node) a copy to each other device of the node that has chosen experts. DeepEP's way.
-      two_hops_by_expert: the same, but from there a copy for each chosen expert on another device of the node:
-        ``parallel.plan_two_hops``, whose second hop is a dispatch by experts.
+      two_hops: a copy for each other node that has chosen experts, to the device there with the sender's
+        number within its node. From that device (in its own node, from the sender) a copy to each other
+        device of the node that has chosen experts. This is DeepEP's way.
+      two_hops_by_expert: the same first hop; in the second hop a copy for each chosen expert on another
+        device of the node. This is ``parallel.plan_two_hops``, whose second hop is a dispatch by experts.
     """
 
     by_expert: Copies
@@ -61,12 +62,12 @@ def count_traffic(source: ArrayLike, target: ArrayLike, layout: Layout) -> Traff
     Copies(across=1.5, inside=0.5)
 
     Args:
-      source: int [tokens], the device that each token is on.
-      target: int [tokens, k], the device of the copy of each expert that the token chose.
-      layout: num_devices in num_nodes nodes of equal size.
+      source: int [tokens], the device of each token.
+      target: int [tokens, k], for each expert that the token chose, the device with the copy that it uses.
+      layout: num_devices devices in num_nodes nodes of equal size.
 
     Raises:
-      ValueError: a device is none of the layout's, shapes differ, or nodes are of unequal size; says which.
+      ValueError: a device is not in the layout, shapes differ, or nodes are of unequal size; says which.
     """
     sources, targets = np.asarray(source), np.asarray(target)
     if sources.ndim != 1 or targets.ndim != 2 or len(sources) != len(targets) or not targets.size:
@@ -94,7 +95,7 @@ def count_traffic(source: ArrayLike, target: ArrayLike, layout: Layout) -> Traff
     by_device = Copies(float(across / tokens), float(inside / tokens))
 
     nodes: np.ndarray = np.any(hit, axis=-1)
-    # In each node the device of the sender's number has it already
+    # In each node the device with the sender's number has the token already
     spread = hit.sum() - hit[token, :, sources % size].sum()
     others = nodes.sum() - nodes[token, own_node].sum()
     two_hops = Copies(float(others / tokens), float(spread / tokens))
@@ -121,9 +122,11 @@ def random_traffic(
     Args:
       layout: devices, nodes, and the groups of experts that routing is limited to.
       num_experts: number of experts of a layer.
-      num_chosen: number of experts of a token, those of the highest scores.
-      num_limited: groups that a token's experts come from, those with the highest sums of their two best scores, as
-        DeepSeek-V3 routes; None for all.
+      num_chosen: number of experts of a token, those with the highest scores.
+      num_limited: number of groups from which a token's experts come: those with the highest sums of their
+        two best scores, as in DeepSeek-V3; None for all groups.
+      num_tokens: number of random tokens.
+      seed: seed of the random scores.
 
     Raises:
       ValueError: counts do not divide or fit each other; says which.
