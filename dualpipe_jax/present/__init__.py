@@ -1,1 +1,1 @@
-"""How numbers, tables and figures look, wherever they stand. Knows nothing of schedules, programs or experts."""
+"""The form of numbers, tables and figures in all output. Knows nothing of schedules, programs or experts."""

@@ -1,4 +1,4 @@
-"""What every picture shares: its formats, matplotlib imported late, a file whose bytes depend on the figure alone."""
+"""Functions for every picture: formats, a late import of matplotlib, files whose bytes depend on the figure alone."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,26 +9,27 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK, FAINT = "#1c1c22", "#686874"
-"""The colours of what matters, and of what stands beside it."""
+"""The colours of main text and lines, and of secondary ones."""
 
 ORANGE, GREEN = ("#fec86c", "#eb8005"), ("#54c49c", "#1c5c4c")
 LIGHT_GREEN, BLUE = ("#acfeb5", "#6b9250"), ("#a6b8fc", "#3860eb")
 IDLE = "#e9e9ee"
-"""The palest and the deepest shade of each colour that means something, and the grey behind idle time. Any two of the
-nine differ by a CIELAB distance of at least 24, to eyes without red, green or blue cones too (Machado, Oliveira and
-Fernandes 2009)."""
+"""The palest and the deepest shade of each colour that has a meaning, and the grey of idle time. Any two of
+the nine differ by a CIELAB distance of at least 24, also for eyes without red, green or blue cones (Machado,
+Oliveira and Fernandes 2009)."""
 
 POINTS = 72
-"""To an inch."""
+"""The number of points in an inch."""
 
 
 def new_figure(width: float, height: float, path: str | Path | None, dots: float = 160) -> "Figure":
-    """An empty white figure of so many inches; nothing of matplotlib's global state is read or left changed.
+    """An empty white figure. Neither reads nor changes matplotlib's global state.
 
     Args:
-      width, height: in inches.
-      path: where it will be written, if anywhere; looked at now, for drawing takes time.
-      dots: an inch.
+      width, height: the size of the figure in inches.
+      path: the file to which the figure will be written, if any; its ending is checked before the figure is
+        drawn.
+      dots: the resolution in dots per inch.
 
     Raises:
       ValueError: if the path ends in neither .svg nor .png.
@@ -50,7 +51,10 @@ def new_figure(width: float, height: float, path: str | Path | None, dots: float
 
 
 def save(figure: "Figure", path: str | Path | None) -> "Figure":
-    """The figure, written if there is a path: the same bytes for the same figure, no date, no random names."""
+    """Write the figure to ``path``, if there is one, and return it.
+
+    Equal figures give equal bytes: the file has no date and no random names.
+    """
     if path is not None:
         from matplotlib import rc_context
 

@@ -1,23 +1,23 @@
-"""Numbers as people read them, the same in text, tables, pictures and pages; and the units that they are in."""
+"""Numbers as text, in one form for output, tables, pictures and pages; and the units of times and sizes."""
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
 
 BYTES = "B"
-"""The unit of memory that is written in KiB, MiB and GiB."""
+"""The unit of memory whose amounts are written in KiB, MiB and GiB."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Units:
-    """What times and sizes are measured in; empty where nobody said.
+    """The units of times and of sizes; empty if they are not known.
 
     Attributes:
-      time: written behind times: "ms".
-      memory: written behind sizes; "B" is bytes, of which large numbers are written in GiB.
+      time: the unit written after times, such as "ms".
+      memory: the unit written after sizes; "B" is bytes, which are written in B, KiB, MiB, GiB or TiB.
 
     Raises:
-      ValueError: a unit is no word.
+      ValueError: a unit is not printable text of at most 12 characters.
     """
 
     time: str = ""
@@ -39,39 +39,40 @@ class Units:
         return format_bytes(value) if self.memory == BYTES else f"{amount(value)} {self.memory}".rstrip()
 
     def of_time(self, title: str) -> str:
-        """A title above times: "makespan, ms"."""
+        """The title of a column of times, with their unit: "makespan, ms"."""
         return f"{title}, {self.time}" if self.time else title
 
     def of_memory(self, title: str) -> str:
-        """A title above sizes; those in bytes say their unit themselves."""
+        """The title of a column of sizes, with their unit; not with bytes, since each number of bytes has its own."""
         return f"{title}, {self.memory}" if self.memory not in ("", BYTES) else title
 
 
 def how_many(number: int, noun: str, plural: str = "s") -> str:
-    """How many there are of something: 1 rank, 2 batches with ``plural`` "es"."""
+    """A number with its noun: 1 rank, 2 ranks, or 2 batches with ``plural`` "es"."""
     return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def number(value: float, decimals: int = 3, of: float = 0.0) -> str:
-    """A number with at most so many decimals, one below 1 with three digits: 165.5, 33, 0.333, 0.0625.
+    """A number with at most ``decimals`` decimals, or below 1 with three digits: 165.5, 33, 0.333, 0.0625.
 
-    A difference of numbers as large as ``of`` is nothing where it is less than 1e-9 of them: sums in another order.
+    If the value is a difference of numbers as large as ``of``, it is 0 when it is at most 1e-9 of them: such
+    differences come from the order of sums.
     """
     if abs(value) <= 1e-9 * abs(of):
         value = 0.0
     if abs(value) < 1:
-        return f"{value + 0.0:.3g}"  # + 0.0: no minus before nothing
+        return f"{value + 0.0:.3g}"  # + 0.0 turns -0 into 0
     return f"{round(value, decimals):.12g}"
 
 
 def in_runs(values: Sequence[int]) -> str:
-    """Whole numbers in a row, equal ones counted: 3, 14 x 4, 2."""
+    """Whole numbers in order, with runs of equal ones counted: "3, 14 x 4, 2" for a 3, fourteen 4s and a 2."""
     runs = ((value, len(list(run))) for value, run in itertools.groupby(values))
     return ", ".join(str(value) if count == 1 else f"{count} x {value}" for value, count in runs)
 
 
 def amount(value: float) -> str:
-    """Four digits, a large one's thousands as a letter: 5.5, 1.55G."""
+    """Four digits below 1000 and, with a letter T, G or M, from a million on; whole in between: 5.5, 12345, 1.55G."""
     for letter, unit in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if value >= unit:
             return f"{value / unit:.4g}{letter}"
@@ -79,7 +80,7 @@ def amount(value: float) -> str:
 
 
 def format_bytes(value: float) -> str:
-    """Bytes in the largest binary unit of which there is one: 40.5 GiB, 512 B."""
+    """Bytes in the largest binary unit in which the number is at least 1: 40.5 GiB, 512 B."""
     for unit, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(value) >= size:
             return f"{value / size:.4g} {unit}"
@@ -87,12 +88,12 @@ def format_bytes(value: float) -> str:
 
 
 def gib(value: float) -> str:
-    """Bytes in GiB, for a column of them: 14.00."""
+    """Bytes in GiB with two decimals, without the unit: 14.00."""
     return f"{value / 2**30:.2f}"
 
 
 def scale(cycles: float) -> tuple[str, float]:
-    """The letter of the thousands that so many cycles are counted in, and how many of them it is."""
+    """The letter with which a number of cycles is written (G, M, k, or none), and the number that it stands for."""
     return next(
         ((letter, unit) for letter, unit in (("G", 1e9), ("M", 1e6), ("k", 1e3)) if abs(cycles) >= unit),
         ("", 1.0),
@@ -100,7 +101,7 @@ def scale(cycles: float) -> tuple[str, float]:
 
 
 def format_cycles(cycles: float | None) -> str:
-    """Cycles in thousands, millions or billions: 640, 3.52 k, 1.10 M; ``?`` if unknown."""
+    """Cycles as text, in thousands, millions or billions if large: 640, 3.52 k, 1.10 M; ``?`` if unknown."""
     if cycles is None:
         return "?"
     letter, unit = scale(cycles)
@@ -108,7 +109,7 @@ def format_cycles(cycles: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share of one in percent; ``?`` if unknown."""
+    """A share, of which 1 is the whole, in percent; ``?`` if unknown."""
     return "?" if share is None else f"{round(100 * share, 1) + 0.0:.1f} %"
 
 

@@ -9,15 +9,16 @@ Thing = TypeVar("Thing")
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of text under a head: ``str`` of it is aligned with spaces, rich prints it with colours and lines.
+    """Rows of text under a head. ``str`` aligns the columns with spaces; rich prints the table with colours and lines.
 
     Attributes:
-      head: titles of the columns.
-      rows: as many cells each.
-      best, bad: indices of a row, and of rows, to bring out in a terminal.
-      left: the columns that stand to the left; all others stand to the right.
-      foldable: the columns that a narrow terminal may break; all but the first if None.
-      ruled: whether a line stands under the head of the plain one.
+      head: the titles of the columns.
+      rows: the cells of each row, one for each column.
+      best: the index of a row to print in green in a terminal, or None.
+      bad: the indices of rows to print in red.
+      left: the columns that are aligned to the left; all others are aligned to the right.
+      foldable: the columns whose text a narrow terminal may wrap; all but the first if None.
+      ruled: whether plain text has a line under the head.
     """
 
     head: tuple[str, ...]
@@ -31,7 +32,7 @@ class Table:
 
     @classmethod
     def of(cls, columns: Mapping[str, Callable[[Thing], str]], things: Iterable[Thing], **how: Any) -> Self:
-        """A row for each thing: what each column, by its title, says of it."""
+        """A table with a row for each thing; ``columns`` has, by title, the function from a thing to its cell."""
         rows = (tuple(cell(thing) for cell in columns.values()) for thing in things)
         return cls(tuple(columns), tuple(rows), **how)
 
@@ -39,7 +40,7 @@ class Table:
         return self.plain()
 
     def plain(self, between: str = "  ") -> str:
-        """Aligned with spaces, so that programs can split it too."""
+        """The table as text, aligned with spaces, so that programs can split it too."""
         widths = [max(map(len, column)) for column in zip(self.head, *self.rows, strict=True)]
         head, *rows = (
             between.join(
