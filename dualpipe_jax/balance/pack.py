@@ -36,9 +36,8 @@ def pack(relative: np.ndarray, counts: np.ndarray, num_devices: int) -> np.ndarr
     filled = np.zeros((layers, num_devices), np.int64)
     device, slot = np.empty((copies, layers), np.int64), np.empty((copies, layers), np.int64)
     row, stuck = np.arange(layers), np.zeros(layers, bool)
-    first = (
-        row * num_devices
-    )  # each layer's start in the flat arrays: half of the time of indices in two dims
+    # Each layer's start in the flat arrays: they take half of the time of indices in two dims.
+    first = row * num_devices
     flat_room, flat_filled, flat_barred = room.reshape(-1), filled.reshape(-1), barred.reshape(-1)
     for copy, load in enumerate(np.ascontiguousarray(heaviest.T)):
         if some_follow[copy]:
