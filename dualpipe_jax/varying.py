@@ -1,4 +1,4 @@
-"""The mesh axes over which a value varies, as ``shard_map`` with ``check_vma`` types it. No other module asks JAX."""
+"""The mesh axes over which a value varies, as ``shard_map`` with ``check_vma`` types it."""
 
 from collections.abc import Collection
 from typing import Any, TypeAlias

@@ -62,7 +62,6 @@ def nearby_counts(counts: np.ndarray, num_tries: int, most: int, random: np.rand
 
     Args:
       counts: int64 [layers, experts].
-      num_tries: the number of new counts for each layer.
       most: the largest number of copies of an expert.
     """
     found = np.repeat(counts, num_tries, 0)

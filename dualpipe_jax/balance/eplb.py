@@ -103,7 +103,6 @@ def pack(
 
     Args:
       weights: float32 [rows, items], items a multiple of num_packs.
-      num_packs: the number of packs.
       order: a function from weights to the indices of each row's items, the heaviest first.
 
     Returns int64 [rows, items] twice: each item's pack, and its place there in order of arrival.

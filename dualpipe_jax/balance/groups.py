@@ -23,7 +23,6 @@ def place_by_groups(
 
     Args:
       load: [windows, layers, experts], the mean device at 1.
-      layout: devices and their slots, nodes and groups.
       previous: [layers, devices, slots], the placement in force, or None; its groups stay on their nodes.
       place: the function that places experts on a node's devices.
 

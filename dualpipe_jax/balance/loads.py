@@ -49,7 +49,6 @@ def relative(windows: np.ndarray, num_devices: int, silent_as: float = 1.0) -> n
 
     Args:
       windows: loads as ``checked`` returns them.
-      num_devices: the number of devices.
       silent_as: 1 or 0, the load of the mean device in a layer without load.
     """
     windows = windows[windows.any((1, 2))] if windows.any() else windows[:1]

@@ -170,10 +170,9 @@ class Packed:
         return np.take_along_axis(flat, best[..., None], -1)[..., 0], best // slots, best % slots
 
     def best_relief(self, heaviest: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-        """The best swap of one device of each layer, ``heaviest`` [layers], with any other device.
+        """The best swap of a device ``heaviest`` [layers] with any other device.
 
-        Returns, all [layers], the larger of both loads after the swap, and (the other device, the slot of
-        ``heaviest``, the slot of the other device).
+        Returns, all [layers], the larger load that it leaves, and (the other device, the slots of both).
         """
         layers, devices, _ = self.held.shape
         row = np.arange(layers)

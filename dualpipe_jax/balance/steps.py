@@ -14,14 +14,13 @@ def improve(
     """Yield placements, each a step after the one before in every layer that has one: int64 [layers, devices, slots].
 
     A step takes load from the heaviest device, in one of three ways:
-      - It swaps a slot of the heaviest device with one of another device; this moves two experts.
-      - Another device gives up a copy of an expert that has other copies, and takes one more copy of an
-        expert of the heaviest device; this moves one expert.
-      - The heaviest device gives up a copy of an expert that has other copies, and takes any other expert;
-        this moves one expert.
-    The step taken is the one with the largest gain for each expert moved: the gain is the load of the
-    heaviest device before, less the largest load of all devices concerned after. The steps end when all
-    layers are at their target or no step has a gain.
+      - It swaps a slot of the heaviest device with one of another device, and so moves two experts.
+      - Another device replaces a copy of an expert that has other copies by one more copy of an expert of the
+        heaviest device.
+      - The heaviest device replaces a copy of an expert that has other copies by any other expert.
+    It takes the step with the largest gain for each expert moved: the load of the heaviest device before,
+    less the largest load of all devices concerned after. The steps end when all layers are at their target
+    or no step has a gain.
 
     Args:
       held: int64 [layers, devices, slots], the placement to start from.
@@ -93,9 +92,6 @@ def _one_more(
     """The best way to put one more copy of an expert of the heaviest device in place of a copy elsewhere.
 
     Args:
-      packed: the placement.
-      counts: int64 [layers, experts], numbers of copies.
-      heaviest: int [layers], the heaviest device.
       rise: [windows, layers, devices, slots], the load by which each other copy of the slot's expert grows if
         the slot's copy is given up.
       others: [windows, layers, devices, slots], the largest load that the devices of those other copies then
@@ -125,7 +121,7 @@ def _one_less(
 
     Args:
       share: [windows, layers, experts], the load of each of an expert's copies if there were one more.
-      packed, heaviest, others, there: see ``_one_more``.
+      others, there: see ``_one_more``.
 
     Returns as ``_best_copy``.
     """

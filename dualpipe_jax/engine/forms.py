@@ -39,13 +39,7 @@ def with_trained(params: Tree, trained: Tree) -> Tree:
 
 
 def gradients_like(params: Tree, placed: Tree, lists: Tree, schedule: Schedule) -> Tree:
-    """Gradients in the form of ``params``.
-
-    Arguments:
-      params: the user's params, whose form is wanted.
-      placed: the same params with placed stages.
-      lists: gradients as ``spmd.Results`` has them: lists of leaves, those of stages placed.
-    """
+    """Gradients in the form of ``params``, from ``lists`` as in ``spmd.Results``; ``placed``: params, placed."""
     local = zip(placed["stages"].local, lists["stages"].local, strict=True)
     given = params["stages"]
     if isinstance(given, PlacedStages):

@@ -110,15 +110,13 @@ class ForwardKind:
 class Kind(ForwardKind):
     """A kind of stage with its backward, whole and in two halves.
 
-    Gradients are lists, with an entry for each leaf whose number is in ``own``, ``shared``, ``x`` or
-    ``batch``. A leaf that the kind does not use, or that is frozen, is in none of them: nothing is computed,
-    kept or added for it.
+    Gradients are lists, over the leaves whose numbers ``own``, ``shared``, ``x`` and ``batch`` hold. A leaf that
+    the kind does not use, or that is frozen, is not among them: nothing is computed, kept or added for it.
 
     Further attributes:
-      plan: the parts of the stage function.
-      own, shared: the numbers of the leaves of the own and of the shared parameters that have gradients.
-      x: the numbers of the leaves of the input x that have gradients.
-      batch: the numbers of the leaves of the batch that have gradients.
+      own, shared: the numbers of the leaves of own and shared parameters that have gradients.
+      x: such numbers of leaves of the input x.
+      batch: such numbers of leaves of the batch.
       floating_x: the numbers of all floating leaves of the input x.
     """
 

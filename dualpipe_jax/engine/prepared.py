@@ -27,13 +27,7 @@ from dualpipe_jax.split.leaves import cut, is_floating
 
 
 class Place(NamedTuple):
-    """The place of a value of a kind.
-
-    Attributes:
-      type: the value's shape and dtype.
-      wanted: whether the value gets a gradient.
-      turn: its number, from 0, among the kind's values of the same type and the same ``wanted``.
-    """
+    """The place of a kind's value: the ``turn``-th of its type that gets a gradient, or that gets none."""
 
     type: jax.ShapeDtypeStruct
     wanted: bool

@@ -16,8 +16,7 @@ from jax import lax
 from dualpipe_jax.schedule.lowering.table import Keeps, Life
 
 KEPT = ("residual_i", "residual_w", "stash")
-"""The three families of values that wait, by their readers. "residual_i": made by F, read by I alone.
-"residual_w": made by F, read by W and perhaps by I. "stash": made by I, read by W."""
+"""The kept values, by who reads them: I alone; W, and perhaps I; W, of values that I makes."""
 
 LIVES: Mapping[str, Life] = dict(zip(KEPT, ("FI", "FW", "IW"), strict=True))
 

@@ -44,7 +44,6 @@ class Act:
     """Work that is no equation of a program, such as writing a slot.
 
     Attributes:
-      inputs, outputs: the values that it reads and those that it makes.
       run: the function from the inputs' arrays to the outputs' arrays.
       is_lazy: whether it is done together with the work that uses its output, and costs nothing there.
       is_eager: whether it is done as soon as its inputs are there.
@@ -255,15 +254,7 @@ def shortage(tasks: Sequence[Task], collectives: Sequence[Task], costs: Mapping[
 
 @dataclasses.dataclass
 class _Planner:
-    """The tasks that are still to be placed in phases.
-
-    Attributes:
-      number: the phase of each collective.
-      costs: the cost of each node, in bytes to and from memory.
-      left: the tasks that are not placed, in order.
-      done: the tasks that are placed.
-      paid: the nodes of placed tasks, which cost nothing any more.
-    """
+    """The tasks that are still to be placed in phases (``left``, in order), and what has been placed."""
 
     number: Mapping[Task, int]
     costs: Mapping[Work, float]
