@@ -1,4 +1,4 @@
-"""``python -m train``: options in, a trained model's figures out."""
+"""The command line ``python -m train``: train a model, check checkpoints, compare runs or write a report."""
 
 import logging
 import os
@@ -21,8 +21,9 @@ from train.processes.pulse import WATCHER, Pulse
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run from the command line.
 
-    Returns the exit code: 2 for options or data that will not do, 1 for a loss that is no number and for checkpoints
-    that cannot be used or written, 130 and 143 for a run that was told to stop.
+    Returns the exit code: 0 for success; 2 for invalid options or data; 1 for a run that diverged, for checkpoints that
+    cannot be used or written or are damaged, and for compared runs that differ; 130 or 143 for a run that was stopped
+    by Ctrl-C or SIGTERM; with ``--processes`` see also ``train.errors``.
     """
     try:
         return start(parse(arguments))
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def told(error: Exception) -> int:
-    """Say how a run ended; the exit code. Raises what nobody expected."""
+    """Print on stderr how a run ended, and return the exit code. Unexpected errors are raised again."""
     match error:
         case Stopped():
             print(error, file=sys.stderr)
@@ -49,8 +50,12 @@ def told(error: Exception) -> int:
 
 
 def start(command: Command) -> int:
-    """Do what is asked. JAX is loaded here and not before: it reads the environment when it is imported."""
-    logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax tells there what is no news
+    """Run a command and return the exit code.
+
+    JAX is imported here and not before, because it reads the environment when it is imported.
+    """
+    # Orbax logs unimportant messages there.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     if command.check is not None:
         return check_run(command.check)
     if command.compare or command.report:
@@ -76,7 +81,7 @@ def start(command: Command) -> int:
 
 
 def train(config: TrainConfig, launch: Launch | None, *, resume: bool) -> None:
-    """A run, as one process of several if ``launch`` says so."""
+    """Train in this process, which is one of several if ``launch`` is given."""
     watcher = os.environ.get(WATCHER)
     pulse = Pulse(int(watcher) if watcher else None, config.launch.patience, watched=launch is not None)
     if launch is not None:
@@ -92,7 +97,7 @@ def train(config: TrainConfig, launch: Launch | None, *, resume: bool) -> None:
 
 
 def end_at_once(error: BaseException, launch: Launch) -> None:
-    """End this process without waiting for the others, who may wait for it: so they notice."""
+    """End this process at once. It does not wait for the other processes, which may wait for it and notice its end."""
     code = FAILED
     if isinstance(error, DivergedError):
         code = DIVERGED
@@ -106,15 +111,16 @@ def end_at_once(error: BaseException, launch: Launch) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if launch.process_id in (0, None):
-        time.sleep(1)  # with the coordinator gone the others die of that, before they say what they died of
+        # The coordinator ends with this process. Without it the others are aborted before they report their own error.
+        time.sleep(1)
     os._exit(code)
 
 
 def look_back(command: Command) -> int:
-    """Compare finished runs, or write the report of one. Returns the exit code: 1 where runs differ.
+    """Compare finished runs, or write the report of one run. Returns the exit code: 1 if compared runs differ, else 0.
 
     Raises:
-      ConfigError: what is named is no run.
+      ConfigError: a path is not a run's folder, or only one run is to be compared.
     """
     from train.report import RunFolder, compare, write_comparison, write_report
 
@@ -132,7 +138,7 @@ def look_back(command: Command) -> int:
 
 
 def check_run(folder: Path) -> int:
-    """Say of every checkpoint of a run whether it is whole; 1 if one is not."""
+    """Print for every checkpoint of a run whether it is whole. Returns the exit code: 1 if any is damaged, else 0."""
     from train.state.checkpoint import verify
 
     problems = 0

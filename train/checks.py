@@ -1,4 +1,4 @@
-"""Whether a run's options fit together: before anything is read, made or compiled."""
+"""Check that a run's options fit together, before any data is read or any program compiled."""
 
 import re
 from pathlib import Path
@@ -58,7 +58,7 @@ def check(config: TrainConfig) -> None:
 
 
 def check_alone(config: TrainConfig) -> None:
-    """Raise ConfigError for an option of several processes, where this is not one of them."""
+    """Raise ConfigError for an option that is only for several processes; called if there is only one process."""
     for flag in ("--patience", "--straggler-every", "--coordinator-bind"):
         if _asks(config, flag):
             raise ConfigError(
@@ -68,12 +68,12 @@ def check_alone(config: TrainConfig) -> None:
 
 
 def _asks(config: TrainConfig, flag: str) -> bool:
-    """Whether an option is given another value than its own, and one that asks for something."""
+    """Whether an option's value is neither its default nor 0, which turns it off."""
     return option(config, flag) not in (option(TrainConfig(), flag), 0)
 
 
 def check_numbers(config: TrainConfig) -> None:
-    """Raise ConfigError for a number of the model that something else says."""
+    """Raise ConfigError if --set gives a number of the model that the data or another option determines."""
     given = config.model.changes
     if "vocab" in given:
         raise ConfigError(
@@ -92,7 +92,7 @@ def check_numbers(config: TrainConfig) -> None:
 
 
 def check_ramp(config: TrainConfig) -> None:
-    """Raise ConfigError where batches cannot grow as asked for."""
+    """Raise ConfigError if batches cannot grow as --first-microbatches and --ramp-tokens ask."""
     first, last = config.optimizer.first_microbatches, config.step.num_microbatches
     ramp = config.optimizer.ramp_tokens
     if (first is None) != (ramp is None):

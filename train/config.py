@@ -20,7 +20,7 @@ from dualpipe_jax.step_options import StepOptions, numbers_by_name
 
 
 class ConfigError(ValueError):
-    """Options that do not fit together; says which, why and what would."""
+    """Options that do not fit together. The message says which, why, and what would fit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,49 +30,50 @@ class ModelConfig:
     name: Annotated[str, arg(name="model", metavar="NAME")] = "byte"
     """The model: byte, which is made for the default run, tiny, small, v2-lite, 67b-a2b, v2 or v3."""
     numbers: Annotated[tuple[str, ...], arg(name="set", metavar="NAME=NUMBER ...")] = ()
-    """Numbers of the model that are not its own, by their names in models.Config, such as dim=512
+    """Numbers that replace the model's own, by their names in models.Config, such as dim=512
     num_experts=16."""
     layers: int | None = None
-    """Number of layers with experts, instead of the model's own. They are shared out over stages by their
-    time."""
+    """Number of layers with experts, instead of the model's own. They are distributed over the stages by
+    their time."""
     mtp: NotNegative | None = None
     """Number of modules of multi-token prediction, instead of the model's own."""
     mtp_weight: NotBelowZero | None = None
     """Weight of the losses of multi-token prediction: the paper's lambda. If left out, the recipe's."""
     final_mtp_weight: NotBelowZero | None = None
-    """Weight of these losses from where the learning rate begins to fall. If left out, --mtp-weight; if both
-    are left out, the recipe's."""
+    """Weight of the losses of multi-token prediction after the learning rate begins to fall. If left out,
+    --mtp-weight; if both are left out, the recipe's."""
     balance_factor: NotBelowZero | None = None
     """Weight of the sequence-wise balance loss: the paper's alpha. If left out, the recipe's."""
 
     @property
     def changes(self) -> dict[str, int | float]:
-        """``numbers`` by name. Raises ValueError where one is not NAME=NUMBER."""
+        """``numbers`` as a dict from name to number. Raises ValueError if an entry is not NAME=NUMBER."""
         return numbers_by_name(self.numbers)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsConfig:
-    """Which devices of ep have which experts. Without these options experts stand in order, and stay there."""
+    """The placement of experts on the devices of ep. By default experts are placed in order and never move."""
 
     rebalance_every: AtLeastOne | None = None
     """Number of steps after which experts move to other devices of ep, if that evens out the loads of the
     devices. If left out, they never move."""
     redundant_experts: NotNegative = 0
-    """Number of additional copies of experts in a layer, over all ep devices. Experts with much to do get
+    """Number of additional copies of experts in a layer, over all ep devices. The most loaded experts get
     them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """What is read."""
+    """The data that a run reads."""
 
     paths: Annotated[tuple[str, ...], arg(name="data", metavar="PATH ...")] = ()
     """What to train on, instead of the standard library: folders that scripts/prepare made (here or at a
     URL), text files or folders of text, ArrayRecord files, or Hugging Face data sets on disk. A tenth of a
     text is held out."""
     weights: Annotated[tuple[float, ...], arg(name="data-weights", metavar="WEIGHT ...")] = ()
-    """The share of all sequences that each path of --data has. If left out, by their tokens."""
+    """The share of all sequences that each path of --data has, in any unit. If left out, in proportion to its
+    number of tokens."""
     tokenizer: Annotated[str | None, arg(metavar="FILE")] = None
     """A tokenizer.json for text that is not prepared. If left out, tokens are bytes."""
     eval_sequences: AtLeastOne = 512
@@ -81,9 +82,9 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """How parameters move: AdamW on a learning rate that warms up and comes down, routing biases beside it.
+    """The optimizer: AdamW with a learning rate that warms up and falls, and the update of routing biases.
 
-    What is left out is the recipe's, of the model by its name: models/recipes.py.
+    An option that is left out takes its value from the recipe of the named model; see models/recipes.py.
     """
 
     steps: AtLeastOne = 250
@@ -109,20 +110,20 @@ class OptimizerConfig:
     """How far a step moves the routing bias of an expert with too much or too little load. If left out, the
     recipe's."""
     first_microbatches: AtLeastOne | None = None
-    """Number of microbatches of the first steps. It grows by as many again and again, up to --microbatches
-    once --ramp-tokens are done. A step is compiled for each number."""
+    """Number of microbatches of the first steps. It grows in increments of this number, up to --microbatches
+    after --ramp-tokens. The step is compiled once for each number."""
     ramp_tokens: AtLeastOne | None = None
     """Number of tokens after which a step has all --microbatches. See --first-microbatches."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
-    """When the run is saved, besides at its end and when it is told to stop, and what is kept."""
+    """When the run is saved, apart from its end and from a request to stop, and which checkpoints are kept."""
 
     every: Annotated[AtLeastOne | None, arg(name="checkpoint-every")] = None
     """Number of steps between checkpoints."""
     minutes: Annotated[AboveZero | None, arg(name="checkpoint-minutes")] = 10.0
-    """Minutes between checkpoints, besides --checkpoint-every."""
+    """Minutes between checkpoints, in addition to those of --checkpoint-every."""
     keep: AtLeastOne = 3
     """Number of the latest checkpoints that are kept."""
     keep_every: AtLeastOne | None = None
@@ -134,7 +135,7 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True)
 class LogConfig:
-    """What is said and written while it runs."""
+    """What is printed and written while a run trains."""
 
     every: Annotated[AtLeastOne, arg(name="log-every")] = 10
     """Number of steps between printed lines where the output is not a terminal."""
@@ -142,22 +143,23 @@ class LogConfig:
     """Number of steps between measurements of the held-out loss. If left out, only before and after the
     run."""
     load_every: AtLeastOne = 10
-    """Number of steps between records of each expert's load in metrics.jsonl. Each step has its balance and
-    drops there."""
+    """Number of steps between records of each expert's load in metrics.jsonl. The balance and the drops are
+    recorded for every step."""
     track: tuple[Literal["tensorboard", "wandb"], ...] = ()
-    """Trackers that are told the metrics, besides metrics.jsonl. Weights & Biases is kept offline."""
+    """Trackers that receive the metrics, in addition to metrics.jsonl. Weights & Biases is kept offline."""
     peak_tflops: AboveZero | None = None
-    """Peak TFLOP/s of one device, of which MFU is a share. If left out, the data sheet's, for devices that
-    are known."""
+    """Peak TFLOP/s of one device, to which MFU refers. If left out, that of the data sheet, for known
+    devices."""
     measure_peak: bool = False
-    """Take the measured rate of a product of matrices for the peak where none is known, as on CPU."""
+    """On CPU, whose peak is not known, measure the rate of a matrix product and use it as the peak."""
     on_trouble: Literal["stop", "skip"] = "stop"
-    """What to do at a spike of the loss, or at a loss or gradient that is no number. stop: end the run. skip:
+    """What to do at a spike of the loss, or at a loss or gradient that is not finite. stop: end the run. skip:
     go back to the latest checkpoint and skip the batches from there to the trouble."""
     spike: AboveZero | None = None
-    """How many spreads above the median of the latest losses a loss is a spike. If left out, none is."""
+    """Number of spreads above the median of the latest losses from which a loss counts as a spike. If left
+    out, no loss does."""
     profile: Annotated[NotNegative, arg(metavar="STEPS")] = 0
-    """Number of steps to profile: a trace for Perfetto and XProf, and the measured timeline beside the
+    """Number of steps to profile: a trace for Perfetto and XProf, and the measured timeline next to the
     schedule's theory."""
 
 
@@ -171,13 +173,13 @@ class LaunchConfig:
     """On GPUs, the same bits whenever a step is run again: sums are taken in a fixed order, by XLA's
     deterministic operations. That costs some time. CPUs and TPUs do so anyway."""
     processes: AtLeastOne | None = None
-    """Start so many processes on this machine, watch over them, and start them again when one fails. On GPUs
-    each has one, on CPU its share of the virtual devices."""
+    """Number of processes to start on this machine and to watch. All are started again when one fails. Each
+    has one GPU, or on CPU its share of the virtual devices."""
     one_gpu: bool = False
     """Let all processes of --processes share one GPU: for a test of what is computed, not of speed. NCCL allows
     it from version 2.30 on."""
     restarts: NotNegative = 3
-    """How often the processes of --processes are started again, from the last good checkpoint."""
+    """How often at most the processes of --processes are started again, from the last good checkpoint."""
     shrink: bool = False
     """Start again without the processes that failed, and with fewer pipeline ranks."""
     coordinator: Annotated[str | None, arg(metavar="HOST:PORT")] = None
@@ -197,7 +199,7 @@ class LaunchConfig:
 
 
 STEP = StepOptions(ep=2, microbatches=16, microbatch_size=4)
-"""The step that is trained if nothing else is asked for."""
+"""The default options of a training step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +228,7 @@ class TrainConfig:
 
     @property
     def sequence(self) -> int:
-        """Tokens of a sequence, once ``train.recipe.follow`` has filled the options in."""
+        """The number of tokens of a sequence. Raises TypeError before ``train.recipe.follow`` has filled it in."""
         if self.step.sequence is None:
             raise TypeError(
                 "TrainConfig: step.sequence is None: train.recipe.follow(config) takes the recipe's"
@@ -235,12 +237,12 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that a step learns from, of the largest batch where batches grow."""
+        """The number of tokens in the batch of a step; in the largest batch if batches grow."""
         return math.prod(self.batch_shape)
 
     @property
     def batch_counts(self) -> tuple[int, ...]:
-        """Numbers of microbatches that steps have, from the first to the last."""
+        """All numbers of microbatches that steps of the run have, in ascending order."""
         last, first = self.step.num_microbatches, self.optimizer.first_microbatches
         return (last,) if first is None else tuple(range(first, last + 1, first))
 
@@ -265,7 +267,7 @@ def configure(base: TrainConfig | None = None, /, **changes: Any) -> TrainConfig
 
 
 def replaced(config: Any, path: tuple[str, ...], value: Any) -> Any:
-    """A dataclass with one field, however deep, of another value."""
+    """A copy of a dataclass in which the field at ``path``, which may be nested, has the value ``value``."""
     first, *rest = path
     if rest:
         value = replaced(getattr(config, first), tuple(rest), value)
@@ -280,10 +282,10 @@ def option(config: TrainConfig, flag: str) -> Any:
 
 
 def make_schedule(config: TrainConfig, num_microbatches: int | None = None) -> Schedule:
-    """The schedule that the options name, for all microbatches or for so many.
+    """The schedule that the options name, for ``num_microbatches`` microbatches, or for all of a step if that is None.
 
     Raises:
-      ConfigError: there is none of that name, or it does not take these counts.
+      ConfigError: there is no schedule of that name, or it does not support these numbers of ranks and microbatches.
     """
     step = config.step
     count = step.num_microbatches if num_microbatches is None else num_microbatches

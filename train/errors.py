@@ -1,19 +1,19 @@
-"""How a run may end that was well begun. No JAX here: the command line names these before it is loaded."""
+"""Errors that may end a run after its start, and exit codes. Imports no JAX: they are used before JAX is loaded."""
 
 
 class DivergedError(RuntimeError):
-    """The loss is no longer a number."""
+    """The loss spiked, or the loss or gradient is not finite, and going back was not wanted or did not help."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be used, or could not be written; says which and what to do."""
+    """A checkpoint that cannot be used, or could not be written. The message says which and what to do."""
 
 
 class Stopped(Exception):
-    """The run was asked to stop, and did after saving.
+    """The run was asked to stop, and stopped after saving.
 
     Attributes:
-      code: what the process exits with.
+      code: the exit code of the process.
     """
 
     def __init__(self, told: str, code: int):
@@ -22,15 +22,15 @@ class Stopped(Exception):
 
 
 DIVERGED = 3
-"""Exit code of one process of several whose loss is no number: starting again would not help."""
+"""Exit code of one process of several after a DivergedError; starting again would not help."""
 
 FAILED = 70
-"""Exit code of one process of several after an error that nobody expected; starting again may help."""
+"""Exit code of one process of several after an unexpected error; starting again may help."""
 
 BEREFT = 71
-"""Exit code of one process of several that noticed that another was gone: it is the other that failed."""
+"""Exit code of one process of several that noticed that another process was gone, which is the one that failed."""
 
 
 def is_of_others(error: BaseException) -> bool:
-    """Whether an error says that another process is gone; those who carry collectives raise nothing narrower."""
+    """Whether an error means that another process is gone, judged by its text: collectives raise no narrower type."""
     return any(name in str(error) for name in ("Gloo", "NCCL", "coordination service"))

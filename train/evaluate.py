@@ -1,4 +1,4 @@
-"""Held-out loss, whatever the layout: the same windows, no token dropped, every window counted once."""
+"""Held-out loss, independent of the layout: the same windows, no dropped tokens, every window counted once."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,12 +26,12 @@ def make_evaluate(
     """``evaluate(params)``: mean loss of the sequences of ``batches``, in nats per token.
 
     Args:
-      model: one that drops nothing.
-      schedule: whose forwards are run.
-      mesh: where.
-      batches: with the weight of each sequence, 1, or 0 for one that only fills up; see ``Corpus.heldout_batches``. How
-        sequences are grouped into batches makes no difference.
-      storage_specs: how parameters are stored; see ``Layout``.
+      model: a model that drops no tokens.
+      schedule: the schedule; only its forwards are run.
+      mesh: the mesh of devices to run on.
+      batches: batches, each with the weights of its sequences: 1, or 0 for a sequence that only fills up the batch; see
+        ``Corpus.heldout_batches``. How sequences are grouped into batches makes no difference.
+      storage_specs: the specs by which parameters are stored; see ``Layout.storage_specs``.
     """
     pipeline = Pipeline(
         model.staged,

@@ -1,4 +1,4 @@
-"""A run's weights in Hugging Face's layout, which transformers and servers of models read."""
+"""Export a run's weights in Hugging Face's layout, which transformers and model servers read."""
 
 import os
 import shutil
@@ -20,10 +20,10 @@ from train.state.layout import TrainState
 
 
 def check_export(config: TrainConfig, numbers: models.Config) -> None:
-    """Find out before training what would hinder at its end; makes the folder.
+    """Find out before training what would prevent the export at its end. Makes the folder.
 
     Raises:
-      ConfigError: there is something in the folder, no other can take its place, or the layout has no such model.
+      ConfigError: the folder is not empty, cannot be written or replaced, or Hugging Face's layout has no such model.
     """
     folder = config.checkpoint.export
     if folder is None:
@@ -38,7 +38,8 @@ def check_export(config: TrainConfig, numbers: models.Config) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise ConfigError(f"--export {folder}: is not empty; name another folder, or empty it")
-        os.rename(_make(_new(folder)), folder)  # as at the end
+        # The same replacement as at the end of the run.
+        os.rename(_make(_new(folder)), folder)
     except OSError as error:
         raise ConfigError(f"--export {folder}: cannot write there: {error.strerror or error}") from None
     except models.weights.WeightsError as error:
@@ -46,13 +47,13 @@ def check_export(config: TrainConfig, numbers: models.Config) -> None:
 
 
 def export(this: Run, state: TrainState, processes: Processes) -> str | None:
-    """Write the weights to ``--export DIR``, if that is asked for; returns what to tell.
+    """Write the weights to ``--export DIR``. Returns the line to print, or None without ``--export``.
 
-    Tensors are in the dtype that activations are computed in. The folder has its name once it is whole. A tokenizer
-    goes along. Each process writes what it holds the first copy of.
+    Tensors have the dtype in which activations are computed. The folder gets its name only when it is complete. The
+    tokenizer's files are written too. Each process writes the parts of which it holds the first copy.
 
     Raises:
-      CheckpointError: they could not be written.
+      CheckpointError: the weights could not be written.
     """
     folder = this.config.checkpoint.export
     if folder is None:
@@ -91,7 +92,8 @@ def _new(folder: Path) -> Path:
 
 
 def _make(new: Path) -> Path:
-    shutil.rmtree(new, ignore_errors=True)  # of a run that was killed here
+    # Left by a run that was killed while it wrote.
+    shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
     return new
 

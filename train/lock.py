@@ -1,4 +1,4 @@
-"""A file that one process holds, for as long as it lives."""
+"""A lock file that one process holds until it ends."""
 
 import fcntl
 import os
@@ -9,20 +9,21 @@ from pathlib import Path
 
 
 class Held(Exception):
-    """Another process holds the file; says which, on which machine."""
+    """Another process holds the file. The message says which process on which machine."""
 
 
 @contextmanager
 def locked(file: Path) -> Iterator[None]:
-    """Hold a file. The system lets go of it when the process ends, however it ends.
+    """Hold a lock file while the context is open. The system releases it when the process ends, however it ends.
 
-    What the file says is who held it last. That it is there says nothing.
+    The file's text names the process that held it last. The file stays, so its existence does not mean that it is held.
 
     Raises:
-      Held: another process does.
+      Held: another process holds the file.
       OSError: the file cannot be written.
     """
-    with file.open("a+") as opened:  # "w" would wipe out who holds it
+    # Mode "w" would erase the name of the process that holds it.
+    with file.open("a+") as opened:
         try:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -38,10 +38,11 @@ def train(
     processes: Processes,
     carried: Mapping[str, Any] | None = None,
 ) -> TrainState:
-    """The steps that are left of a run; each leaves a line in the metrics, the last one a checkpoint.
+    """Run the remaining steps of a run and return its last state. Each step writes a line of metrics, the last one
+    also a checkpoint.
 
-    ``carried`` is what checkpoints keep beside the state: the held-out loss "before"; how many batches were "skipped",
-    and with them the "progress" of reading; and what "trouble" has seen.
+    ``carried`` is what checkpoints keep in addition to the state: "before", the held-out loss at step "since";
+    "skipped", the number of skipped batches; "progress", see ``Progress.saved``; "trouble", see ``Trouble.saved``.
 
     Raises:
       CheckpointError, DivergedError, Stopped: see ``run``.
@@ -137,16 +138,16 @@ def train(
                     f"{stop.reason}: saved at step {step}; --name {config.name} --resume goes on from there"
                 )
                 raise Stopped(told, code=128 + stop.signal)
-        # While signals are noted: one would end the process, and with it the save.
+        # Still inside ``Stop``: outside of it a signal would end the process, and with it the save.
         checkpoints.finish(num_steps)
     return state
 
 
 def go_back(this: Run, checkpoints: Checkpoints, reason: str, trouble: Trouble) -> TrainState:
-    """The state of the latest checkpoint, or the first state where there is none.
+    """The state of the latest checkpoint, or the initial state if there is none.
 
     Raises:
-      DivergedError: this is not wanted, or did not help.
+      DivergedError: --on-trouble is stop, or the run went back to this step ``train.trouble.PATIENCE`` times already.
     """
     if this.config.log.on_trouble == "stop":
         raise DivergedError(

@@ -1,4 +1,4 @@
-"""Which model a run trains."""
+"""The model that a run trains."""
 
 import dataclasses
 import difflib
@@ -16,7 +16,7 @@ from dualpipe_jax.step_options import StepOptions
 from train.config import ConfigError, TrainConfig
 
 VOCAB = 256
-"""Of bytes."""
+"""The vocabulary size if tokens are bytes."""
 
 REMAT: Mapping[str, Callable[..., Any] | None] = {
     "none": None,
@@ -25,16 +25,16 @@ REMAT: Mapping[str, Callable[..., Any] | None] = {
     "wide": models.recompute_wide,
     "all": jax.checkpoint_policies.nothing_saveable,
 }
-"""What layers compute again in the backward, as policies of ``jax.checkpoint``."""
+"""Value of --remat -> the ``jax.checkpoint`` policy for what layers recompute in the backward; None: nothing."""
 
 
 def has_selection_bias(numbers: models.Config) -> bool:
-    """Whether the architecture's routers have a bias that balances loads; softmax ones, of V2, have a loss for it."""
+    """Whether the architecture's routers balance loads by a bias; the softmax routers of V2 use a loss instead."""
     return numbers.score == "sigmoid"
 
 
 def model_config(config: TrainConfig, vocab: int = VOCAB) -> models.Config:
-    """The model's numbers. Raises ConfigError for a size or a number that there is not, and where they do not fit."""
+    """The model's configuration. Raises ConfigError for an unknown model or number, or numbers that do not fit."""
     asked = config.model
     if asked.name not in models.MODELS:
         raise ConfigError(f"--model {asked.name}: there are {', '.join(models.MODELS)}")
@@ -51,15 +51,15 @@ def model_config(config: TrainConfig, vocab: int = VOCAB) -> models.Config:
 def size(
     name: str, num_layers: int | None = None, changes: Mapping[str, float] | None = None
 ) -> models.Config:
-    """The numbers of a model.
+    """The configuration of a named model, with changes.
 
-    Arguments:
-      name: of ``models.MODELS``.
-      num_layers: layers with experts, instead of its own.
-      changes: other fields of ``models.Config``, such as {"dim": 2048}.
+    Args:
+      name: a name in ``models.MODELS``.
+      num_layers: the number of layers with experts; None for the model's own.
+      changes: values of other numeric fields of ``models.Config``, such as {"dim": 2048}.
 
     Raises:
-      ValueError: there is no such model or field.
+      ValueError: there is no such model or field, or a value does not fit.
     """
     if name not in models.MODELS:
         near = difflib.get_close_matches(name, models.MODELS, n=1, cutoff=0.4)
@@ -84,7 +84,7 @@ def size(
 
 
 def in_precision(numbers: models.Config, step: StepOptions) -> models.Config:
-    """A model's numbers, computed in what is asked for."""
+    """A model's configuration with the compute dtype of ``step.precision``; unchanged if that is None."""
     if step.precision is None:
         return numbers
     return dataclasses.replace(numbers, compute_dtype=jnp.dtype(step.precision))
@@ -97,7 +97,7 @@ def staged(
     platform: Literal["cpu", "gpu", "tpu"] | None = None,
     **factors: Any,
 ) -> models.Model:
-    """The model cut into stages, its experts, embedding and head over ep: that of a run and of a dry run.
+    """The model cut into stages, with experts, embedding and head sharded over ep; for runs and dry runs alike.
 
     Raises:
       ValueError: layers, ep or a kernel do not fit the model or the platform.
@@ -119,18 +119,18 @@ def staged(
 def make_model(
     config: TrainConfig, schedule: Schedule, vocab: int = VOCAB, *, lossless: bool = False
 ) -> models.Model:
-    """The model cut into stages, as asked for or balanced in time, its experts, embedding and head over ep.
+    """The model cut into stages by --stage-layers or by equal time, with experts, embedding and head sharded over ep.
 
     Args:
       config: the options.
-      schedule: whose stages.
-      vocab: tokens are below this.
-      lossless: drop nothing and round to no eight bits, whatever the options say: what a model is judged by must not
-        depend on its layout, nor on what it trains in.
+      schedule: the schedule, which determines the stages.
+      vocab: the vocabulary size; all tokens are below it.
+      lossless: drop no tokens and use no eight-bit formats, whatever the options say. It is for evaluation, which must
+        depend neither on the layout nor on the formats of training.
 
     Raises:
-      ConfigError: there are fewer layers than stages, or others than are shared out, ep cannot share the experts, or
-        a kernel is not for this platform.
+      ConfigError: there are fewer layers than stages, --stage-layers does not fit the stages or the layers, ep does not
+        divide the experts, the vocabulary or the dims, or a kernel does not support this platform.
     """
     numbers, asked, step = model_config(config, vocab), config.model, config.step
     factors: dict[str, Any] = {"mtp_weight": asked.mtp_weight, "balance_factor": asked.balance_factor}
@@ -164,13 +164,13 @@ def make_model(
 
 
 def check_eight_bits(step: StepOptions, device: jax.Device) -> None:
-    """Raise ValueError where float8 is asked for, and the device has no such type."""
+    """Raise ValueError if the options use float8 and the device does not support it."""
     if "float8" in (step.dispatch_payload, step.matmul):
         check_float8(device)
 
 
 def refuse_eight_bits(config: TrainConfig, device: jax.Device) -> None:
-    """``check_eight_bits`` of a run's options, with ConfigError."""
+    """Like ``check_eight_bits``, for a run's options, with ConfigError instead of ValueError."""
     asked = config.step
     try:
         check_eight_bits(asked, device)
@@ -181,7 +181,7 @@ def refuse_eight_bits(config: TrainConfig, device: jax.Device) -> None:
 
 
 def describe_dispatch(config: TrainConfig) -> str:
-    """What may be dropped and what is rounded, for the first screen."""
+    """Which tokens may be dropped and what is sent in eight bits, in words, to print at the start of a run."""
     step, spare, every = config.step, config.experts.redundant_experts, config.experts.rebalance_every
     factor = step.room
     if factor is None:
@@ -199,7 +199,7 @@ def describe_dispatch(config: TrainConfig) -> str:
 
 
 def count_parameters(numbers: models.Config) -> tuple[int, int]:
-    """Parameters in all, and those that take part in one token's way through the model."""
+    """(the number of all parameters, the number of those that are active for one token), without routing biases."""
     shapes = jax.eval_shape(models.deepseek(numbers, 1).init, jax.random.key(0))
     routed = sum(
         leaf.size
@@ -211,11 +211,11 @@ def count_parameters(numbers: models.Config) -> tuple[int, int]:
 
 
 def model_flops(numbers: models.Config, active: int, sequence: int) -> float:
-    """Floating-point operations that one token's training needs, the customary count for MFU.
+    """Floating-point operations that training on one token needs, by the usual count for MFU.
 
-    6 for each parameter that it meets (the embedding is looked up, not multiplied) and 3 times its attention to
-    half the sequence on average. What is computed again in the backward does not count, nor what fills up
-    capacity.
+    These are 6 for each ``active`` parameter except the embedding, which is looked up and not multiplied, and 3 times
+    the forward attention to half of the sequence on average. Neither recomputation in the backward nor padding of
+    expert capacity is counted.
     """
     per_key = numbers.num_heads * (numbers.qk_nope_dim + numbers.qk_rope_dim + numbers.v_head_dim)
     attention = 2 * per_key * sequence / 2 * numbers.num_layers

@@ -1,4 +1,4 @@
-"""The command line: options from a preset, from a file and from flags, each winning over those before it."""
+"""The command line: options from a preset, a plan, a file and flags; each of these overrides those before it."""
 
 import argparse
 import dataclasses
@@ -28,7 +28,7 @@ byte by byte. Everything about the run is left in runs/NAME, its options in conf
 
 @dataclasses.dataclass(frozen=True)
 class Command(TrainConfig):
-    """What is asked for: the options of a run, and where they come from."""
+    """The command line as read: the options of a run, where they come from, and what to do instead of training."""
 
     COMMON: ClassVar = (
         "data", "model", "schedule", "pp", "ep", "microbatches", "microbatch-size", "sequence", "steps", "devices",
@@ -41,7 +41,7 @@ class Command(TrainConfig):
     """File with options (.toml, .yaml or .json) in the sections model, step, experts, data, optimizer,
     checkpoint, log and launch. A run's config.json is one. Flags win over it, and it wins over the preset."""
     plan: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """File that `dualpipe plan` wrote: the model and its step's options. --config and flags win over it."""
+    """File that `dualpipe plan` wrote: the model and the options of its step. --config and flags win over it."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Go on with the run of this --name, or with the newest, from its latest checkpoint that is whole. The
     run keeps its options, but those given here win. A run that has saved nothing yet begins anew."""
@@ -65,7 +65,7 @@ def parse(arguments: Sequence[str] | None = None) -> Command:
     Flags may also be written with their section: ``--mesh.pp 4`` is ``--pp 4``.
 
     Raises:
-      ConfigError: there is no such preset, or a file that cannot be read or holds what is no option.
+      ConfigError: there is no such preset, or a file cannot be read or holds an unknown option.
     """
     written = [_short(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
@@ -77,7 +77,8 @@ def parse(arguments: Sequence[str] | None = None) -> Command:
     first.add_argument("--resume", action="store_true")
     try:
         sources, _ = first.parse_known_args(written)
-    except argparse.ArgumentError:  # a flag without its value, which tyro will name
+    # A flag without its value: tyro reports it below.
+    except argparse.ArgumentError:
         sources = first.parse_args([])
     options = resumed(sources.name, sources.runs) if sources.resume else TrainConfig()
     if sources.preset is not None:
@@ -94,11 +95,11 @@ _OF_ONE_START = (
     "--coordinator", "--coordinator-bind", "--num-processes", "--process-id", "--restarts", "--shrink", "--patience",
     "--straggler-every", "--export",
 )  # fmt: skip
-"""Options that were true of one process, or asked of one start, which may have done it."""
+"""Options that hold for one process or for one start of a run only, so that a resumed run does not keep them."""
 
 
 def resumed(name: str | None, runs: Path) -> TrainConfig:
-    """The options that a run had, from its folder; the defaults where it has not begun.
+    """The options that a run had, from its folder; the defaults if it has not begun.
 
     Raises:
       ConfigError: no name is given and there is no run.
@@ -111,13 +112,17 @@ def resumed(name: str | None, runs: Path) -> TrainConfig:
             )
         name = found[-1].parent.name
     file, options = runs / name / "config.json", TrainConfig()
-    if os.path.exists(file):  # of a folder that may not be read, too, whose name an error will tell
+    # False, not an error, also for a folder that may not be read; a later error names that folder.
+    if os.path.exists(file):
         options = apply(options, read_file(file), f"--resume: {file}")
     return configure(lasting(options), name=name, runs=runs)
 
 
 def lasting(options: TrainConfig) -> TrainConfig:
-    """Options without those of one start: with another process's number one would wait for the others for ever."""
+    """The options, with those of one start reset to their defaults.
+
+    With the --process-id of an earlier start, for example, a process would wait for the others forever.
+    """
     for flag in _OF_ONE_START:
         options = replaced(options, FLAGS[flag], option(TrainConfig(), flag))
     return options
@@ -131,7 +136,8 @@ def find_preset(name: str) -> Mapping[str, Any]:
 
 
 def from_plan(file: Path) -> Mapping[str, Any]:
-    """A plan's options, in sections. Raises ConfigError where it cannot be read or is of another program."""
+    """A plan's options, in sections. Raises ConfigError if the file cannot be read, or plans another program or
+    ``layers-per-stage``."""
     try:
         plan = read_plan(file)
     except ValueError as error:
@@ -198,11 +204,15 @@ _FORMER = {
     "data": {"sequence": ("step", "sequence")},
     "optimizer": {name: ("step", name) for name in ("shard", "moments", "gradient_sums")},
 }
-"""Section -> option -> where it stands now: runs and files from before go on. The rest of "mesh" is "step"."""
+"""Section of an earlier version -> option -> (section, option) of today, so that old runs and files can be read. All
+other options of the former section "mesh" are in "step" today."""
 
 
 def in_todays_sections(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Options with those that an earlier version wrote in another section, in today's."""
+    """The given options, with those that an earlier version wrote in another section moved to today's section.
+
+    The former option ``serialised`` becomes ``overlap``, with the opposite value.
+    """
     found: dict[str, Any] = {}
     for section, options in given.items():
         if section not in _FORMER or not isinstance(options, Mapping):
@@ -219,10 +229,10 @@ def in_todays_sections(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apply(base: TrainConfig, given: Mapping[str, Any], where: str) -> TrainConfig:
-    """``base`` with the options of a file, whose names and types are checked; ``where`` opens the errors' text.
+    """``base`` with the options of a file. Names and types are checked; error messages begin with ``where``.
 
     Raises:
-      ConfigError: no option has that name, or not that type.
+      ConfigError: there is no option of a given name, or it has another type.
     """
 
     def visit(config: Any, kind: Any, given: Mapping[str, Any], path: tuple[str, ...]) -> Any:
@@ -246,7 +256,7 @@ def apply(base: TrainConfig, given: Mapping[str, Any], where: str) -> TrainConfi
 
 
 def plain(config: TrainConfig) -> dict[str, Any]:
-    """All options as a file would hold them; what ``apply`` reads back."""
+    """All options in the form of a file, which ``apply`` reads back."""
 
     def value(node: Any) -> Any:
         if isinstance(node, dict):
@@ -268,7 +278,7 @@ def _short(argument: str) -> str:
 
 
 def _dotted() -> dict[str, str]:
-    """Flags with their section, today's or the former, to flags."""
+    """Flag with its section, today's or a former one -> flag, such as "--mesh.pp" -> "--pp"."""
     flag_of = {path: flag for flag, path in FLAGS.items() if len(path) > 1}
     former = {("mesh", name): flag for (section, name), flag in flag_of.items() if section == "step"}
     former |= {(s, name): flag_of[now] for s, names in _FORMER.items() for name, now in names.items()}
@@ -279,7 +289,7 @@ _DOTTED = _dotted()
 
 
 def _read(kind: Any, value: Any, where: str) -> Any:
-    """A file's value as an option's type; a path is written as a string, a tuple as a list."""
+    """A file's value converted to an option's type; files hold paths as strings and tuples as lists."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         if value is None:

@@ -1,10 +1,10 @@
-"""Options by name, what a kind of run starts from: as a file would say them, and files and flags win over them."""
+"""Named sets of options for --preset, in the form of a file. Files and flags win over them."""
 
 from collections.abc import Mapping
 from typing import Any
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
-    # A look at everything within a minute on two cores.
+    # Runs everything within a minute on two cores.
     "quick": {
         "model": {"name": "tiny", "layers": 2},
         "step": {"pp": 2, "ep": 1, "microbatches": 4, "microbatch_size": 2, "sequence": 32},

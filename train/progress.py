@@ -1,4 +1,4 @@
-"""How much of the text a run has read: what a step begins at does not follow from its number alone."""
+"""How much text a run has read. The number of a step alone does not tell at which sequence its batch begins."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -9,14 +9,14 @@ from models.recipes import Recipe
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """What a run has read and learnt from beyond what its recipe counts before a step.
+    """How much more a run has read and learnt from than its recipe counts before a step.
 
-    That is nothing until batches are skipped, or the run goes on in batches of another size.
+    Both differences are 0 until batches are skipped, or the run resumes with batches of another size.
 
     Attributes:
-      recipe: of the run.
-      sequences: how many more were read; fewer where this is negative.
-      tokens: how many more were learnt from, likewise.
+      recipe: the recipe of the run.
+      sequences: the number of additional sequences read; negative if fewer were read.
+      tokens: the number of additional tokens learnt from; negative if there were fewer.
     """
 
     recipe: Recipe
@@ -25,10 +25,10 @@ class Progress:
 
     @classmethod
     def resumed(cls, recipe: Recipe, step: int, carried: Mapping[str, Any]) -> Self:
-        """Go on before a step, from 0 on, with what the checkpoint carries.
+        """The progress of a run that resumes before ``step``, counted from 0, from what its checkpoint carries.
 
-        Earlier trainers left there how many batches were "skipped" alone: then sizes count as though they had always
-        been today's.
+        Checkpoints of earlier trainers hold only the number of "skipped" batches. Then all earlier batches are assumed
+        to have had today's size.
         """
         counted = recipe.count_tokens(step)
         if "progress" not in carried:
@@ -39,24 +39,25 @@ class Progress:
         return cls(recipe, read - counted // recipe.sequence, saved["tokens"] - counted)
 
     def saved(self, step: int) -> dict[str, int]:
-        """What ``resumed`` takes, for JSON: how much was read and learnt from before a step."""
+        """How much was read and learnt from before ``step``, as JSON values for ``resumed``."""
         return {"sequences": self.read(step), "sequence": self.recipe.sequence, "tokens": self.learnt(step)}
 
     def read(self, step: int) -> int:
-        """Sequences before a step's first, those of skipped batches too."""
+        """The number of sequences read before ``step``, including those of skipped batches."""
         return self.recipe.count_tokens(step) // self.recipe.sequence + self.sequences
 
     def learnt(self, step: int) -> int:
-        """Tokens that the parameters before a step come from."""
+        """The number of tokens that the parameters have learnt from before ``step``."""
         return self.recipe.count_tokens(step) + self.tokens
 
     def back(self, step: int, to: int) -> Self:
-        """Go back from before one step to before another, reading on where the first would have read."""
+        """The progress after going back from before ``step`` to before ``to``. Reading continues where ``step`` would
+        have begun to read."""
         return dataclasses.replace(self, sequences=self.sequences + self.read(step) - self.read(to))
 
 
 def new_order(sequence: int, carried: Mapping[str, Any]) -> str | None:
-    """What to tell where a run goes on in sequences of another length; None where it does not."""
+    """The warning to print if a resumed run has sequences of another length; None if it does not."""
     before = carried.get("progress", {}).get("sequence", sequence)
     if before == sequence:
         return None

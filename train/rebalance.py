@@ -1,4 +1,4 @@
-"""When a run's experts move, and where to: loads followed over steps, a new placement now and then."""
+"""When a run's experts move, and where to: loads are averaged over steps, and a new placement is found regularly."""
 
 import time
 from collections.abc import Mapping
@@ -15,13 +15,14 @@ Json = Any
 
 
 class Balancer:
-    """Follows the loads of a run's experts, and moves experts.
+    """Averages the loads of a run's experts, and moves experts.
 
     All processes have the same counts, so all find the same placement.
 
     Args:
-      layout: of the run's states.
-      every: steps between two looks. Loads are averaged over them: a step of half as long ago counts half as much.
+      layout: the layout of the run's states.
+      every: the number of steps after which experts may move. Loads are averaged over steps with a half-life of half
+        this number.
     """
 
     def __init__(self, layout: PlacedLayout, every: int):
@@ -31,18 +32,18 @@ class Balancer:
         self._tracker, self._placement = self._first, layout.start
 
     def add(self, counts: np.ndarray) -> None:
-        """Count a step: int [layers, experts], by logical expert."""
+        """Add the loads of a step: ``counts``, int [layers, experts], by logical expert."""
         self._tracker = self._tracker.add(counts)
 
     def due(self, step: int) -> bool:
-        """Whether experts may move after so many steps."""
+        """Whether experts may move after ``step`` steps."""
         return step % self._every == 0
 
     def rebalance(self, state: TrainState, step: int) -> tuple[TrainState, dict[str, Json]]:
-        """The state with experts where the loads want them, and what to write: a line of the metrics.
+        """The state with experts placed by their loads, and a record of that for the metrics.
 
-        Device load is the busiest device's over the mean, on average over layers, as copies that share evenly have it.
-        Where nothing is gained nothing moves.
+        The device load in it is the load of the busiest device over the mean, on average over layers, if the copies of
+        an expert share its load evenly. Experts move only if that gains something.
         """
         began = time.perf_counter()
         found = balance(self._tracker.loads, self._slots, self._placement)
@@ -62,14 +63,15 @@ class Balancer:
         return state, record
 
     def saved(self) -> Json:
-        """For a checkpoint: loads, and the placement in force."""
+        """The loads and the present placement, as JSON values for a checkpoint."""
         state = self._tracker.state()
         return {"loads": state | {"sums": state["sums"].tolist()}, "placement": self._placement.to_json()}
 
     def resume(self, state: TrainState, saved: Mapping[str, Json] | None) -> TrainState:
-        """A state that comes from a checkpoint, or is the first one, placed as it was when it was saved.
+        """A restored or initial state, with its experts placed as they were when ``saved`` was made.
 
-        If devices or slots are others now, it is placed by the loads that were saved; without any it stays.
+        If the number of devices or slots has changed, experts are placed by the saved loads. If ``saved`` is None, the
+        state stays as it is.
         """
         self._tracker, self._placement = self._first, self._layout.start
         if saved is None:

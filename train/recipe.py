@@ -1,4 +1,4 @@
-"""What a run goes by: the recipe of its model, in proportion to the run, with the options that overrule it."""
+"""The recipe of a run: that of its model, in proportion to the run's tokens, with the options that override it."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -22,11 +22,12 @@ FROM_RECIPE: Mapping[str, Callable[[Recipe, TrainConfig], Any]] = {
     "--balance-factor": lambda recipe, _: recipe.balance_factor,
     "--sequence": lambda recipe, _: recipe.sequence,
 }
-"""Flag -> what its option is where it is left out. V2 had no multi-token prediction: its lambda is V3's."""
+"""Flag -> function that gives the value of its option if it is left out. V2 had no multi-token prediction, so its
+lambda is that of V3."""
 
 
 def follow(config: TrainConfig) -> TrainConfig:
-    """The options with the recipe's numbers for those that are left out."""
+    """The options, with the recipe's values for those that are left out."""
     recipe = published(config)
     for flag, of in FROM_RECIPE.items():
         if option(config, flag) is None:
@@ -35,7 +36,7 @@ def follow(config: TrainConfig) -> TrainConfig:
 
 
 def is_own(config: TrainConfig, flag: str) -> bool:
-    """Whether an option is neither the default nor, where that is the recipe's, what the recipe has."""
+    """Whether an option's value differs from its default, which for the flags of ``FROM_RECIPE`` is the recipe's."""
     value = option(config, flag)
     if flag in FROM_RECIPE:
         return value is not None and value != FROM_RECIPE[flag](published(config), config)
@@ -43,16 +44,16 @@ def is_own(config: TrainConfig, flag: str) -> bool:
 
 
 def published(config: TrainConfig) -> Recipe:
-    """The recipe of the options' model, as it is published or a rule of ours has it."""
+    """The recipe of the options' model, as published or by this project's own rule; see ``models.recipes``."""
     return recipes.of(config.model.name, model_config(config))
 
 
 def of_run(config: TrainConfig, numbers: models.Config) -> Recipe:
-    """The recipe of a run: that of its model in proportion to the run's tokens, with its options.
+    """The recipe of a run: that of its model in proportion to the run's tokens, with the run's options.
 
-    Arguments:
+    Args:
       config: options that ``follow`` has filled in.
-      numbers: of the model.
+      numbers: the configuration of the model.
     """
     asked, (last, size, _) = config.optimizer, config.batch_shape
     first = last if asked.first_microbatches is None else asked.first_microbatches
@@ -89,7 +90,7 @@ def _number(config: TrainConfig, flag: str) -> float:
 
 
 def _bias_rates(recipe: Recipe, config: TrainConfig) -> tuple[Phase, ...]:
-    """The recipe's phases for another rate; V2's, which has none, for all of the run."""
+    """The recipe's phases, scaled to the rate of the options; one phase for the whole run if it has none, as V2's."""
     rate, first = _number(config, "--bias-rate"), recipe.bias_rates[0].start
     if not first:
         return (Phase(recipe.tokens, rate),)
@@ -108,9 +109,9 @@ def _mtp_weights(recipe: Recipe, config: TrainConfig) -> tuple[Phase, ...]:
 
 
 def describe(config: TrainConfig, recipe: Recipe) -> str:
-    """The recipe of a run in words: whose, what was scaled, what options overrule.
+    """The recipe of a run in words: its source, what was scaled, and which options override it.
 
-    Arguments:
+    Args:
       config: options that ``follow`` has filled in.
       recipe: see ``of_run``.
     """

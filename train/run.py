@@ -1,4 +1,4 @@
-"""A run from its options to its report: what it prints, evaluates and leaves in its folder; ``loop`` has its steps."""
+"""A run from its options to its report: what it prints, evaluates and writes; ``loop`` has its steps."""
 
 import dataclasses
 import shlex
@@ -35,12 +35,12 @@ from train.watch import read_profile, watch_run
 
 
 def run(config: TrainConfig, console: Console, processes: Processes, *, resume: bool = False) -> Path:
-    """Train, measure the held-out loss before and after, say what came of it. Returns the run's folder.
+    """Train, measure the held-out loss before and after, and print the results. Returns the run's folder.
 
     Raises:
-      ConfigError, DataError: options or data that will not do.
-      CheckpointError: what is to be resumed cannot be, or the last step could not be saved.
-      DivergedError: the loss is no number any more.
+      ConfigError, DataError: options or data are invalid.
+      CheckpointError: the run cannot be resumed, or its last step or its weights could not be saved.
+      DivergedError: the loss or the gradient was not finite, or the loss spiked.
       Stopped: a signal came, and the run was saved.
     """
     began = time.perf_counter()
@@ -95,13 +95,14 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
                     conclude(this, state, folder, trackers, checkpoints, console, file.kept, processes)
             finally:
                 if processes.leads:
-                    report(folder, note)  # of a run that was cut short too
+                    # Also for a run that was cut short.
+                    report(folder, note)
     say(console, f"wall time       {time.perf_counter() - began:.0f} s, compilation included")
     return folder
 
 
 def report(folder: Path, note: Callable[[str], None]) -> None:
-    """Write report.html; that the disk is full, or what it reads damaged, is said: the run itself ended as it did."""
+    """Write report.html. A full disk or a damaged file is only reported, to leave the run's own end as it is."""
     try:
         write_report(folder)
     except (OSError, ConfigError) as error:
@@ -120,14 +121,15 @@ def conclude(
     kept: Sequence[Mapping[str, Any]],
     processes: Processes,
 ) -> None:
-    """Train to the end and say what came of it; ``kept`` are the records of an earlier part of the run."""
+    """Train to the end and print the results. ``kept`` are the metric records of an earlier part of the run."""
     num_steps, unit = this.config.optimizer.steps, this.corpus.vocabulary.unit
     if int(state.step) >= num_steps:
         say(console, f"the last step, {num_steps}, is done; --steps says how many there should be")
         export_weights(this, state, console, processes)
         return
     first, carried = int(state.step), dict(checkpoints.restored.get("carried", {}))
-    if not carried:  # nothing restored, or by a trainer that left these to metrics.jsonl
+    # Nothing was restored, or the checkpoint is of an earlier trainer, which kept these in metrics.jsonl alone.
+    if not carried:
         carried["before"], carried["skipped"] = processes.first(
             lambda: (held_out_before(kept), skipped_before(kept))
         )
@@ -164,7 +166,7 @@ def conclude(
 
 
 def going_on(folder: Path, num_steps: int) -> list[str]:
-    """The words of a command that trains a run on."""
+    """The words of a command that continues a run up to ``num_steps`` steps."""
     where = [] if folder.parent == TrainConfig().runs else ["--runs", str(folder.parent)]
     return ["scripts/train", *where, "--name", folder.name, "--resume", "--steps", str(num_steps)]
 
@@ -176,7 +178,7 @@ def export_weights(this: Run, state: TrainState, console: Console, processes: Pr
 
 
 def skipped_before(kept: Sequence[Mapping[str, Any]]) -> int:
-    """How many batches an earlier part of the run skipped."""
+    """The number of batches that an earlier part of the run skipped."""
     return next((record.get("skipped", 0) for record in reversed(kept) if "loss" in record), 0)
 
 
@@ -187,7 +189,7 @@ def held_out_before(kept: Sequence[Mapping[str, Any]]) -> float | None:
 
 
 def other_held_out(saved: Mapping[str, Any], config: TrainConfig) -> str:
-    """Which options of a checkpoint make its held-out text another than today's, in words; "" where none does."""
+    """The options that have changed since a checkpoint and change the held-out text, in words; "" if there are none."""
     before, now = in_todays_sections(saved), plain(config)
     return ", ".join(
         f"{flag} was {then} and is {now[section][name]} now"
@@ -198,7 +200,7 @@ def other_held_out(saved: Mapping[str, Any], config: TrainConfig) -> str:
 
 
 def introduce(this: Run, folder: Path, console: Console) -> None:
-    """Say what will be trained on what and in which order."""
+    """Print what will be trained, on which data and devices, and the schedule."""
     config, corpus = this.config, this.corpus
     picture = format_grid(this.schedule)
     unit = corpus.vocabulary.unit
@@ -221,5 +223,6 @@ def introduce(this: Run, folder: Path, console: Console) -> None:
     )
     if corpus.skipped:
         say(console, describe_skipped(corpus.skipped) + "\n")
-    width = console.width if console.is_terminal else None  # cut off at the edge; the file has it whole
+    # Lines are cut off at the edge of a terminal; schedule.txt has them whole.
+    width = console.width if console.is_terminal else None
     say(console, "\n".join(line[:width] for line in picture.splitlines()))

@@ -32,16 +32,16 @@ from train.step import Update, make_optimizer, make_update
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a run consists of. Programs are compiled at their first use.
+    """The parts of a run. Programs are compiled at their first use.
 
     Attributes:
-      config: its options.
-      schedule: who does what in which order.
-      corpus: text to train on and text held out.
-      layout: where the state lies.
-      update: one step, compiled once for each number of microbatches that ``recipe`` has steps of.
+      config: the options of the run.
+      schedule: the pipeline schedule.
+      corpus: the text to train on and the held-out text.
+      layout: how the state is placed on the devices.
+      update: the program of one step, compiled once for each number of microbatches that steps of ``recipe`` have.
       evaluate: ``evaluate(params)``, the held-out loss in nats per token.
-      recipe: how the learning rate, the batch and more go, step by step.
+      recipe: the learning rate, the batch size and more of every step.
     """
 
     config: TrainConfig
@@ -54,7 +54,7 @@ class Run:
 
     @functools.cached_property
     def bytes_per_token(self) -> float:
-        """Bytes of text for each token of what the held-out loss is measured on; 1 where tokens are bytes."""
+        """The mean number of bytes of text per token of the held-out sequences; 1 if tokens are bytes."""
         if self.corpus.vocabulary.file is None:
             return 1.0
         num_tokens = num_bytes = 0
@@ -67,7 +67,7 @@ class Run:
         return num_bytes / num_tokens
 
     def held_out(self, params: Any) -> dict[str, float]:
-        """The held-out loss, in nats per token and in bits per byte of text: of one text equal for all tokenizers."""
+        """The held-out loss in nats per token, and in bits per byte of text, which is comparable across tokenizers."""
         nats = self.evaluate(params)
         return {"heldout_loss": nats, "heldout_bits_per_byte": nats / math.log(2) / self.bytes_per_token}
 
@@ -75,9 +75,9 @@ class Run:
         return self.layout.init(jax.random.key(self.config.seed))
 
     def batch(self, step: int, progress: Progress | None = None) -> Batch:
-        """The batch of a step, numbered from 0, as global arrays; only what this process's devices hold is drawn.
+        """The batch of ``step``, counted from 0, as global arrays; this process draws only what its devices hold.
 
-        Without ``progress`` it is that of a run that skipped nothing and was never resumed with other options.
+        If ``progress`` is None, the run has skipped no batches and was never resumed with other options.
         """
         _, size, sequence = self.config.batch_shape
         shape = self.recipe.batch_size(step) // size, size, sequence
@@ -86,13 +86,13 @@ class Run:
         return share_out(draw, shape[:2], batch_sharding(self.layout.mesh))
 
     def compiles(self, step: int) -> bool:
-        """Whether a step's batch has another size than the one before."""
+        """Whether ``step`` is the first one, or its batch has another size than that of the step before."""
         return step == 0 or self.recipe.batch_size(step) != self.recipe.batch_size(step - 1)
 
 
 def in_its_precision(config: TrainConfig) -> TrainConfig:
-    """With what activations are computed in said, so that the run's own record has it: an accelerator's matrix units,
-    and its kernels of attention and experts, are for 16 bits.
+    """The options with ``step.precision`` filled in, so that the run's record has it: float32 on CPU, bfloat16 on
+    accelerators, whose matrix units and kernels of attention and experts are for 16 bits.
     """
     if config.step.precision is not None:
         return config
@@ -101,10 +101,10 @@ def in_its_precision(config: TrainConfig) -> TrainConfig:
 
 
 def prepare(config: TrainConfig) -> Run:
-    """Check what can be checked, read the data, make the model and its programs. Makes no array.
+    """Check the options, read the data, and make the model and its programs. Makes no parameters yet.
 
     Raises:
-      ConfigError, DataError: options or data that will not do.
+      ConfigError, DataError: options or data are invalid.
     """
     config = in_its_precision(follow(config))
     schedule = make_schedule(config)
@@ -129,7 +129,7 @@ def prepare(config: TrainConfig) -> Run:
     num_slots = slots_of(config, model.config.num_experts)
     judged = make_model(config, schedule, corpus.vocab, lossless=True)
     if num_slots is not None:
-        # What may be dropped is counted by source device: then a copy has to relieve the device that has it, too.
+        # With bounded room, drops are counted by source device: a copy must then relieve the device that has it, too.
         layout = placed_layout(layout, num_slots, near=asked.room is None)
         judged = dataclasses.replace(judged, param_specs=layout.model.param_specs)
 
@@ -183,16 +183,18 @@ def _mesh(config: TrainConfig) -> jax.sharding.Mesh:
 
 
 def compiler_options(mesh: jax.sharding.Mesh, step: StepOptions) -> dict[str, str]:
-    """What the compiler for the mesh's devices is told: the recommended options, and those asked for.
+    """The compiler options for the mesh's devices: the recommended ones, and those of --compiler-option.
 
     Raises:
-      ConfigError: the compiler does not take one that is asked for.
+      ConfigError: the compiler rejects one of --compiler-option.
     """
     device = mesh.devices.flat[0]
     options = recommended_compiler_options(device.platform, tpu_generation(device.device_kind))
-    there = jax.sharding.SingleDeviceSharding(mesh.local_devices[0])  # of several processes each has its own
+    # Each of several processes tries a device of its own.
+    there = jax.sharding.SingleDeviceSharding(mesh.local_devices[0])
     for name, value in step.compiler_options.items():
-        try:  # now, with nothing to compile, before the data is read
+        # Tried on an empty program now, before the data is read.
+        try:
             jax.jit(lambda: 0, out_shardings=there, compiler_options={name: value}).lower().compile()
         except jax.errors.JaxRuntimeError as error:
             raise ConfigError(f"--compiler-option {name}={value}: {str(error).splitlines()[0]}") from None
@@ -200,7 +202,7 @@ def compiler_options(mesh: jax.sharding.Mesh, step: StepOptions) -> dict[str, st
 
 
 def read_data(config: TrainConfig) -> Corpus:
-    """The corpus, long enough for a sequence. Raises DataError."""
+    """Open the corpus. Raises DataError if it cannot be read or is too short for one sequence."""
     corpus = open_corpus(config.data.paths, config.data.weights, config.data.tokenizer)
     corpus.check(config.sequence)
     return corpus

@@ -1,7 +1,7 @@
-"""The update: gradients from the engine, clipping and AdamW from optax, the routing bias beside them.
+"""The update of a step: gradients from the engine, clipping and AdamW from optax, and the update of routing biases.
 
-The model's contract, as far as the trainer minds it: whatever lies under a key "routing" is state that the
-optimizer does not own. Its metrics are those of ``models.deepseek``.
+The trainer requires two things of a model: parameters under a key "routing" are state that the optimizer does not
+own, and its metrics are those of ``models.deepseek``.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from train.state.placement import is_placed
 
 Tree = Any
 ValueAndGrad = Callable[[Tree, Tree], tuple[tuple[jax.Array, Any], Tree]]
-"""From params and batch to ((objective, Report), gradients); see ``Pipeline.value_and_grad``."""
+"""A function from (params, batch) to ((objective, Report), gradients); see ``Pipeline.value_and_grad``."""
 Update = Callable[[TrainState, Tree], tuple[TrainState, dict[str, Any]]]
 
 
@@ -35,8 +35,8 @@ def make_optimizer(
     """AdamW after clipping by the global norm; weights decay, norms and biases do not.
 
     All is computed in float32, whatever dtype the ``moments`` are kept in between steps (DeepSeek-V3 keeps both
-    averages in bfloat16; arXiv:2412.19437, section 3.3.3). Its ``update`` may be given the gradient's ``norm``, where
-    that is not the norm of all that there is.
+    averages in bfloat16; arXiv:2412.19437, section 3.3.3). Its ``update`` takes the gradient's ``norm`` as an option,
+    for gradients whose norm is not that of all their leaves.
     """
     adamw = optax.adamw(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=is_decayed)
     inner = optax.chain(optax.clip_by_global_norm(clip), adamw)
@@ -61,7 +61,7 @@ def make_optimizer(
 
 
 def _clip_norm(largest: float, norm: jax.Array) -> optax.GradientTransformation:
-    """As ``optax.clip_by_global_norm``, but for the norm."""
+    """Like ``optax.clip_by_global_norm``, but with a given norm."""
 
     def clipped(gradient: jax.Array) -> jax.Array:
         return jnp.where(norm < largest, gradient, gradient / norm * largest)
@@ -84,24 +84,25 @@ def make_update(
     compiler_options: dict[str, str] | None = None,
     mtp_weight: optax.Schedule | None = None,
 ) -> Update:
-    """``update(state, batch) -> (state, metrics)``, compiled; the old state's memory is reused.
+    """The jitted function ``update(state, batch) -> (state, metrics)``, which reuses the old state's memory.
 
-    ``bias_rate`` and ``mtp_weight``, if it is to overrule the model's own, may be functions of the step.
+    ``bias_rate`` may be a function of the step. ``mtp_weight``, a function of the step, overrides the model's own
+    weight; None keeps that.
 
-    The new state lies where ``state`` does, leaf by leaf: the second step is not compiled anew. For the options see
-    ``recommended_compiler_options``. If experts are placed (``models.placement``), copies of one all move by the sum of
-    their gradients, and every norm counts it once.
+    Each leaf of the new state has the sharding of that leaf in ``state``, so the second step is not compiled again. For
+    the options see ``recommended_compiler_options``. If experts are placed (``models.placement``), all copies of an
+    expert are updated by the sum of their gradients, and every norm counts the expert once.
 
-    metrics: loss (of the model's own targets, in nats per token), objective (with all that joins it), mtp_1 and so on
-    (of each depth, if there are modules of multi-token prediction), balance (a layer's, if it joins the objective),
-    grad_norm (before clipping), max_vio (see ``max_violation``), dropped (how often a token found no
-    room at an expert of its choice), drop_rate (that as a fraction of all choices),
-    counts (int32 [rows, experts]: how often each expert was chosen, by layer), and those of
-    ``step_figures``; where experts are placed also devices (int32 [rows, devices]: choices that each worked on).
+    metrics: loss (of the model's own targets, in nats per token), objective (the loss with all terms that are added to
+    it), mtp_1 and so on (the loss of each depth, if there are modules of multi-token prediction), balance (the balance
+    loss of a layer, if it is part of the objective), grad_norm (before clipping), max_vio (see ``max_violation``),
+    dropped (how often a token found no room at an expert of its choice), drop_rate (that as a fraction of all choices),
+    counts (int32 [rows, experts]: how often each expert was chosen, by layer), and those of ``step_figures``; if
+    experts are placed also devices (int32 [rows, devices]: the number of choices that each device worked on).
     """
 
     def counted_once(grads: Tree, params: Tree) -> tuple[Tree, Tree, dict[str, jax.Array]]:
-        """Gradients to move by, those that norms are taken of, and what the optimizer is told."""
+        """(gradients for the update, gradients for norms, keyword arguments for the optimizer's update)."""
         if not is_placed(params):
             return grads, grads, {}
         grads = sum_copies(grads, params, jax.tree.leaves(shardings(state.params))[0].mesh)
@@ -135,14 +136,15 @@ def make_update(
 
 
 def _losses(found: dict[str, jax.Array]) -> dict[str, Any]:
-    """``models.figures`` by the names of metrics: the model's own loss is the loss; depths apart."""
+    """The losses of ``models.figures`` by the names of metrics: "lm" is the loss, and each depth has its own name."""
     own = {"loss": found["lm"]} | {name: found[name] for name in ("balance",) if name in found}
     depths = enumerate(found["mtp"], start=1) if "mtp" in found else ()
     return own | {f"mtp_{depth}": loss for depth, loss in depths}
 
 
 def is_decayed(params: Tree) -> Tree:
-    """Whether each leaf is subject to weight decay: by name, for stacked stages hide a leaf's own rank."""
+    """A tree of bools: whether each leaf is subject to weight decay, judged by its name, because the stacking of
+    stages hides a leaf's own rank."""
 
     def decays(path: KeyPath, leaf: Any) -> bool:
         del leaf
@@ -153,9 +155,9 @@ def is_decayed(params: Tree) -> Tree:
 
 
 def max_violation(counts: jax.Array) -> jax.Array:
-    """Load of the busiest expert over the mean load, less 1, on average over layers: 0 is balance.
+    """MaxVio: the load of the busiest expert over the mean load, minus 1, averaged over layers; 0 is perfect balance.
 
-    counts: int32 [..., experts]. A row that has counted nothing is left out: every layer has counted some token.
+    counts: int32 [..., experts]. Rows of zeros are left out: they belong to no layer, since every layer counts tokens.
     """
     loads = counts.astype(jnp.float32)
     filled = jnp.sum(loads, axis=-1) > 0

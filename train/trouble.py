@@ -1,4 +1,4 @@
-"""When a loss is not to be trusted, and how often a run may go back before it gives up."""
+"""Detection of losses that show trouble, and a limit on how often a run may go back before it gives up."""
 
 import collections
 import math
@@ -7,20 +7,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 WINDOW, FEWEST = 32, 8
-"""Steps that a loss is measured against, and how many there must be."""
+"""The number of latest steps with whose losses a loss is compared, and the smallest number for a comparison."""
 
 NEARLY = 0.9
-"""Of the worst there can be."""
+"""Share of the largest possible MaxVio from which routing counts as collapsed."""
 
 PATIENCE = 3
-"""How often in a row a run goes back to the same step."""
+"""How often at most a run goes back to the same step."""
 
 
 class Trouble:
-    """Looks at each step's loss and gradient norm.
+    """Checks the loss and the gradient norm of each step.
 
     Args:
-      spike: how many spreads above the median of the latest losses a loss may be; None for any.
+      spike: the number of spreads above the median of the latest losses that a loss may be; None for no limit. See
+        ``median_and_spread``.
     """
 
     def __init__(self, spike: float | None):
@@ -29,7 +30,8 @@ class Trouble:
         self._returns: list[int] = []
 
     def reason(self, record: Mapping[str, Any]) -> str | None:
-        """What is wrong with a step's record, None if nothing is; only then does it count for later ones."""
+        """What is wrong with a step's record, in words; None if nothing is. Later losses are compared only with those
+        of steps without trouble."""
         for name in ("loss", "grad_norm"):
             if not math.isfinite(record[name]):
                 return f"{name} is {record[name]} at step {record['step']}"
@@ -45,27 +47,27 @@ class Trouble:
         return None
 
     def saved(self) -> dict[str, Any]:
-        """What ``resume`` takes, for JSON."""
+        """The latest losses and the steps that the run went back to, as JSON values for ``resume``."""
         return {"losses": list(self._losses), "returns": list(self._returns)}
 
     def resume(self, saved: Mapping[str, Any]) -> None:
-        """Go on from what an earlier part of the run saw."""
+        """Continue from what ``saved`` returned in an earlier part of the run."""
         self._losses.extend(saved["losses"])
         self._returns.extend(saved["returns"])
 
     def may_return(self, step: int) -> bool:
-        """Note that the run would go back to a step; False if it did too often."""
+        """Note that the run wants to go back to ``step``. Returns False after more than ``PATIENCE`` times."""
         self._returns.append(step)
         return self._returns.count(step) <= PATIENCE
 
 
 class Omens:
-    """Says once, in words, that a run goes wrong in a way that no single step shows: routing that has collapsed, and a
-    loss that is higher than it began.
+    """Warns once each of trouble that no single step shows: collapsed routing, and a loss that is higher than at the
+    start of the run.
 
     Args:
-      worst: MaxVio if every token chose the same experts: experts over experts a token, less one.
-      learning_rate: of a step, for the words.
+      worst: the MaxVio if every token chose the same experts: num_experts / top_k - 1.
+      learning_rate: the learning rate as a function of the step, for the text of the warnings.
     """
 
     def __init__(self, worst: float, learning_rate: Callable[[int], Any]):
@@ -76,7 +78,7 @@ class Omens:
         self._said: set[str] = set()
 
     def look(self, record: Mapping[str, Any]) -> list[str]:
-        """What there is to say after a step."""
+        """The new warnings after a step."""
         if record["step"] == 1:
             self._first = record["loss"]
         self._losses.append(record["loss"])
@@ -91,7 +93,8 @@ class Omens:
                 f"dropped); lower {rate}, or raise --bias-rate or --balance-factor"
             )
         middle = statistics.median(self._losses)
-        began = self._first  # None in a run that is resumed: it did not see it
+        # None in a resumed run, which did not see the first step.
+        began = self._first
         if began is not None and len(self._losses) == WINDOW and middle > 1.02 * began and self._once("loss"):
             found.append(
                 f"the loss is higher than it began: {middle:.4g} over the last {WINDOW} steps, {began:.4g} at "
@@ -106,9 +109,10 @@ class Omens:
 
 
 def median_and_spread(losses: collections.deque[float]) -> tuple[float, float]:
-    """The median, and 1.48 times the median distance from it: the standard deviation if they are normal.
+    """(median, spread) of losses. The spread is 1.48 times the median distance from the median, which is the standard
+    deviation if the losses are normally distributed.
 
-    At least a hundredth of the median: in a flat curve no hair is a spike.
+    It is at least a hundredth of the median, so that no tiny rise of a flat curve counts as a spike.
     """
     middle = statistics.median(losses)
     spread = 1.4826 * statistics.median(abs(loss - middle) for loss in losses)

@@ -1,4 +1,4 @@
-"""Looks on while a run trains: what each step's line of the metrics holds, and which steps are profiled."""
+"""What is measured while a run trains: the figures in each step's line of the metrics, and the profiled steps."""
 
 import json
 import time
@@ -23,11 +23,11 @@ from train.setup import Run
 from train.state.layout import TrainState
 
 PROFILE = "profile"
-"""Folder of a run's folder."""
+"""Name of the folder, within a run's folder, for the profile."""
 
 
 class Watch:
-    """What is measured of a run's steps, from step ``first`` on, which is numbered from 0."""
+    """Measures a run's steps from step ``first`` on, counted from 0."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Watch:
     ):
         self.rates, self._config, self._recipe, self._devices = rates, config, recipe, devices
         left = config.optimizer.steps - first
-        # The first step compiles; some more warm up, if there are as many.
+        # The first step compiles, and some more steps warm up if there are enough.
         skip = max(1, min(3, left - config.log.profile))
         self._profiler = Profiler(folder / PROFILE, min(config.log.profile, left - 1), skip)
 
@@ -50,14 +50,14 @@ class Watch:
     def end(
         self, step: int, metrics: Mapping[str, Any], seconds: float, tokens: int, **more: float
     ) -> dict[str, Any]:
-        """It has ended: its line of the metrics.
+        """End a step and return its record for the metrics.
 
         Args:
-          step: numbered from 0; in the line from 1.
-          metrics: what the step gave, fetched.
-          seconds: that it took; "time" is when it ended, in seconds since 1970.
-          tokens: that the run has learnt from by now.
-          more: further numbers of the line.
+          step: the number of the step, from 0; in the record from 1.
+          metrics: the metrics of the step, fetched from the devices.
+          seconds: the seconds that the step took. The record's "time" is its end, in seconds since 1970.
+          tokens: the number of tokens that the run has learnt from so far.
+          more: further numbers for the record.
         """
         self._profiler.after()
         every, num_steps = self._config.log.load_every, self._config.optimizer.steps
@@ -82,9 +82,9 @@ class Watch:
 
 
 def watch_run(this: Run, folder: Path, first: int, leads: bool = True) -> Watch:
-    """The watch of a run; leaves in its folder where it runs.
+    """The ``Watch`` of a run. Writes environment.json, which tells where the run runs, into its folder.
 
-    Of several processes one ``leads``: it writes, and profiles its own devices.
+    Of several processes only the one that ``leads`` writes, and profiles its own devices.
     """
     config, devices = this.config, used_devices(this.config)
     rates = run_rates(config, this.corpus.vocab)
@@ -103,7 +103,7 @@ def used_devices(config: TrainConfig) -> list[Any]:
 
 
 def run_rates(config: TrainConfig, vocab: int) -> Rates:
-    """What turns the duration of a run's steps into rates."""
+    """The ``Rates`` of a run, which turn the duration of a step into rates."""
     numbers = model_config(config, vocab)
     _, active = count_parameters(numbers)
     return Rates(
@@ -113,12 +113,13 @@ def run_rates(config: TrainConfig, vocab: int) -> Rates:
 
 
 def read_profile(this: Run, state: TrainState, folder: Path, leads: bool = True) -> str:
-    """Measure the profiled steps and leave what was found in the run's folder; returns what to tell.
+    """Measure the profiled steps and write the results into the run's folder. Returns the text to print.
 
-    Of several processes one ``leads`` and measures; all compile, for compilers may have to agree.
+    Of several processes only the one that ``leads`` measures; all compile, because their compilers may have to agree.
     """
     update: Any = this.update
-    program = update.lower(state, this.batch(0)).compile()  # compiled before: found again
+    # This program was compiled before, and is found again.
+    program = update.lower(state, this.batch(0)).compile()
     if not leads:
         return ""
     devices = [
