@@ -1,4 +1,4 @@
-"""What is trained on: documents as streams of tokens, and the batch of every step as a pure function of it."""
+"""The data of a run: documents as streams of tokens, and the batch of each step as a pure function of the step."""
 
 from train.data.batches import Batch
 from train.data.corpus import Corpus, Source

@@ -1,4 +1,4 @@
-"""Batches: which windows of a stream, in which order, and what a model is told of them."""
+"""Batches: which windows of a stream they hold, in which order, and which arrays a model gets."""
 
 import hashlib
 from typing import TypedDict
@@ -8,17 +8,17 @@ import numpy as np
 from train.data.permutation import permute
 
 ORDER = 1
-"""Number of the rules below: under others the same data is another sequence of batches."""
+"""Version of the rules below: under other rules the same data gives other batches."""
 
 
 class Batch(TypedDict):
-    """int32 [num_microbatches, microbatch size, sequence] each.
+    """The arrays of a batch, each int32 [num_microbatches, microbatch size, sequence].
 
-    inputs: tokens.
+    inputs: the input tokens.
     targets: the inputs one token later.
-    segment_ids: which document of its sequence a token belongs to, from 1.
-    positions: of tokens within their document, from 0; of a document that the sequence cuts off at its beginning,
-      within the sequence.
+    segment_ids: the number of a token's document within the sequence, from 1.
+    positions: the position of a token within its document, from 0; within the sequence if the sequence cuts off the
+      beginning of the document.
     """
 
     inputs: np.ndarray
@@ -28,7 +28,7 @@ class Batch(TypedDict):
 
 
 def pack(windows: np.ndarray, separator: int) -> Batch:
-    """Windows, int32 [..., sequence + 1], as a batch of [..., sequence].
+    """Make a batch of arrays [..., sequence] from windows, int32 [..., sequence + 1].
 
     The separator is the last target of a document and the first input of the next: as an input it belongs to the
     document that follows it, so that every target is predicted from its own document alone.
@@ -47,9 +47,10 @@ def pack(windows: np.ndarray, separator: int) -> Batch:
 
 
 def place(numbers: np.ndarray, length: int, sequence: int, *key: object) -> np.ndarray:
-    """Where sequences ``numbers``, int64 [n], of a stream of ``length`` tokens begin, int64 [n].
+    """The first tokens of sequences ``numbers``, int64 [n], in a stream of ``length`` tokens, as int64 [n].
 
-    Every epoch cuts the stream into windows, from a first token of its own on, and visits each once.
+    Every epoch cuts the stream into windows, from a first token of its own on, and visits each once in an order of its
+    own. Both follow from ``key`` and the epoch.
     """
     num_windows = max(1, (length - 1) // sequence - 1)
     slack = length - 1 - num_windows * sequence
@@ -63,10 +64,10 @@ def place(numbers: np.ndarray, length: int, sequence: int, *key: object) -> np.n
 
 
 def spread(count: int, length: int, sequence: int) -> np.ndarray:
-    """Where ``count`` windows begin that lie evenly over all of a stream, int64 [count]."""
+    """The first tokens of ``count`` windows that are spread evenly over a stream, int64 [count]."""
     return np.linspace(0, length - sequence - 1, count).astype(np.int64)
 
 
 def _bits(*key: object) -> int:
-    """128 bits that say nothing of the key they are made from."""
+    """A pseudorandom integer of 128 bits, from a hash of the key."""
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:16], "little")

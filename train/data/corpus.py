@@ -1,4 +1,4 @@
-"""What a run reads: sources in their proportions, and the batch of a step.
+"""The data that a run reads: sources in their proportions, and the batch of a step.
 
 A batch is a pure function of (corpus, seed, step): no iterator to save, nothing to replay on resuming, and each
 process makes the part that it needs.
@@ -26,13 +26,13 @@ class Source:
     """Documents of one kind.
 
     Attributes:
-      name: what to call it.
-      train: what batches are cut from.
-      heldout: other documents, for evaluation.
-      num_documents: of both together; repeats count once.
-      fingerprint: equal for equal streams.
+      name: the name of the source in messages.
+      train: the stream that batches are cut from.
+      heldout: a stream of other documents, for evaluation.
+      num_documents: the number of documents in both streams; repeated documents count once.
+      fingerprint: a hash that is equal for equal streams.
       weight: its share of all sequences, relative to other sources.
-      skipped: why, for each file that was named with a folder and could not be read.
+      skipped: the reasons, one for each file of a named folder that could not be read.
     """
 
     name: str
@@ -46,11 +46,11 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """All that a run reads.
+    """All data that a run reads.
 
     Attributes:
-      sources: at least one.
-      vocabulary: what their tokens mean.
+      sources: the sources, at least one.
+      vocabulary: the vocabulary of their tokens.
     """
 
     sources: tuple[Source, ...]
@@ -58,7 +58,7 @@ class Corpus:
 
     @property
     def vocab(self) -> int:
-        """Tokens are below this."""
+        """The vocabulary size; all tokens are below it."""
         return self.vocabulary.size
 
     @property
@@ -75,7 +75,7 @@ class Corpus:
 
     @property
     def skipped(self) -> list[str]:
-        """Why, for each file that could not be read."""
+        """The reasons, one for each file that could not be read."""
         return [reason for source in self.sources for reason in source.skipped]
 
     @functools.cached_property
@@ -84,7 +84,8 @@ class Corpus:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Equal where all batches are equal for equal seeds and shapes: data, tokens, proportions and rules."""
+        """A hash of data, vocabulary, proportions and rules. Where it is equal, equal seeds and shapes give equal
+        batches."""
         prints = [source.fingerprint for source in self.sources]
         shares = parts([source.weight for source in self.sources])
         content = json.dumps([batches.ORDER, self.vocabulary.fingerprint, prints, shares])
@@ -102,14 +103,15 @@ class Corpus:
         """The batch of a step, or a part of it.
 
         Args:
-          seed: of the run.
-          step: of the run, from 0.
-          shape: (num_microbatches, microbatch size, sequence) of the whole.
-          part: what of it is needed, as an index: nothing else is read. ``jax.make_array_from_callback`` gives such.
-          begin: how many sequences the steps before have had, where that is not this one's number times its own.
+          seed: the seed of the run.
+          step: the number of the step, from 0.
+          shape: (num_microbatches, microbatch size, sequence) of the whole batch.
+          part: the part that is needed, as an index like those of ``jax.make_array_from_callback``; no other sequences
+            are read.
+          begin: the number of sequences in all earlier steps; None if each of them had as many as this one.
 
         Raises:
-          DataError: damaged data.
+          DataError: the data is damaged.
         """
         num_microbatches, microbatch_size, sequence = shape
         rows, columns = part[:2], part[2:]
@@ -126,10 +128,10 @@ class Corpus:
     def heldout_batches(
         self, num_sequences: int, shape: tuple[int, int, int]
     ) -> list[tuple[Batch, np.ndarray]]:
-        """The same held-out sequences for every shape of batch, spread evenly over all sources' held-out text.
+        """Batches of the same held-out sequences for every shape, spread evenly over the held-out text of all sources.
 
-        Each batch comes with float32 [num_microbatches, microbatch size], 1 for a sequence and 0 for what only fills
-        the last batch up.
+        Each batch comes with weights, float32 [num_microbatches, microbatch size]: 1 for a sequence, 0 for one that
+        only fills up the last batch.
         """
         num_microbatches, microbatch_size, sequence = shape
         sources, _ = self.mixture.locate(np.arange(num_sequences))

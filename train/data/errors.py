@@ -2,4 +2,4 @@
 
 
 class DataError(ValueError):
-    """Data that cannot be trained on; says which and why."""
+    """Data that cannot be trained on. The message says which and why."""

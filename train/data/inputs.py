@@ -1,4 +1,4 @@
-"""Documents where they are found: which files, in pieces that can be read at the same time."""
+"""The files that hold documents, cut into pieces that can be read at the same time."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ from train.data.remote import is_url, open_filesystem
 T = TypeVar("T")
 
 PIECE = 2**26
-"""Bytes of files that are read in one go, about."""
+"""The approximate number of bytes of files in one piece."""
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _LINES = (".jsonl", ".ndjson")
@@ -29,12 +29,12 @@ _ERRORS = (
     ("backports.zstd", "ZstdError"),
     ("compression.zstd", "ZstdError"),
     ("aiohttp", "ClientError"),
-    # Of huggingface_hub, for hf://.
+    # Raised by huggingface_hub, for hf:// URLs.
     ("httpx", "HTTPError"),
     ("httpx2", "HTTPError"),
 )
 _CHANGED = ("mtime", "ETag", "etag", "LastModified", "Last-Modified", "updated")
-"""What file systems call it."""
+"""The names that file systems use for the time of a file's last change, or for its version."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +42,10 @@ class File:
     """A file of documents.
 
     Attributes:
-      url: where.
-      kind: text, lines (JSON, one a line), parquet, or records.
-      size: bytes; 0 if its place does not tell.
-      changed: when, in whatever way its place tells.
+      url: the URL of the file.
+      kind: text, lines (JSON, one object a line), parquet, or records.
+      size: the number of bytes; 0 if the file system does not tell.
+      changed: the time of the last change or the version, as the file system writes it; "" if it does not tell.
     """
 
     url: str
@@ -59,11 +59,11 @@ class Piece:
     """A part of one file, or some small files.
 
     Attributes:
-      kind: of the files.
-      urls: which; more than one of text alone.
-      start: where in the file: a byte of lines, a row group of Parquet, a record.
-      stop: up to which; None for all there is.
-      size: bytes, for the progress.
+      kind: the kind of the files.
+      urls: the URLs of the files; more than one only for text.
+      start: the first byte of lines, or the first row group of Parquet.
+      stop: the byte or row group before which the piece ends; None for the end of the file.
+      size: the approximate number of bytes.
     """
 
     kind: str
@@ -77,7 +77,7 @@ def find(paths: Sequence[str], leave_out: Sequence[str] = ()) -> list[File]:
     """All files that paths, folders, globs and URLs stand for, each once; hidden ones are left out.
 
     Args:
-      paths: what was named.
+      paths: the paths, folders, globs and URLs.
       leave_out: folders that are not read.
 
     Raises:
@@ -102,7 +102,7 @@ def find(paths: Sequence[str], leave_out: Sequence[str] = ()) -> list[File]:
 
 
 def pieces(files: Sequence[File], size: int = PIECE) -> list[Piece]:
-    """Pieces of about ``size`` bytes: large files are cut where that can be done, small texts taken together."""
+    """Pieces of about ``size`` bytes: large files are cut if their kind allows it, small texts are grouped."""
     found: list[Piece] = []
     texts: list[File] = []
     for file in files:
@@ -127,7 +127,7 @@ def pieces(files: Sequence[File], size: int = PIECE) -> list[Piece]:
 
 
 def grouped(items: Iterable[T], size: Callable[[T], int], enough: int) -> Iterator[list[T]]:
-    """The items in order, in groups each of which is just large enough, but for the last."""
+    """The items in order, in groups that each end as soon as their size is ``enough``; the last may be smaller."""
     some, total = list[T](), 0
     for item in items:
         some.append(item)
@@ -147,9 +147,10 @@ def documents(piece: Piece, key: str, bad: Callable[[DataError], None] = _refuse
     """The documents of a piece, in order.
 
     Args:
-      piece: which.
+      piece: the piece to read.
       key: the field or column that holds the text.
-      bad: called with what is wrong with a line of JSON, which is then left out unless this raises; it does by default.
+      bad: called with the error of a line of JSON that cannot be used. The line is left out, unless ``bad`` raises the
+        error, as it does by default.
 
     Raises:
       DataError: a file cannot be read or is not what its name says, or has no such field.
@@ -171,7 +172,7 @@ def documents(piece: Piece, key: str, bad: Callable[[DataError], None] = _refuse
 
 @contextlib.contextmanager
 def _readable(place: str) -> Iterator[None]:
-    """Whatever says that a place cannot be read, as a DataError with its name."""
+    """Turn any error that means that a place cannot be read into a DataError that names the place."""
     try:
         yield
     except DataError:
@@ -182,10 +183,10 @@ def _readable(place: str) -> Iterator[None]:
 
 
 def _damage() -> tuple[type[Exception], ...]:
-    """What a file that cannot be read, was cut short or is damaged raises, of the libraries that were loaded for it."""
+    """The errors for a file that cannot be read, was cut short or is damaged, with those of all loaded libraries."""
     loaded = ((sys.modules.get(module), error) for module, error in _ERRORS)
     others = (getattr(module, error) for module, error in loaded if module is not None)
-    # ValueError: fsspec's, of servers that do not send parts of a file.
+    # ValueError: fsspec raises it for servers that do not send parts of a file.
     return OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, *others
 
 
@@ -283,7 +284,7 @@ def _open(url: str) -> Iterator[Any]:
 
 
 def _zstd(url: str) -> Any:
-    """The library that reads all frames of a file, and says where one ends too soon; not all others do."""
+    """A library that reads all frames of a file and notices a frame that is cut short; other libraries do not."""
     for name in ("compression.zstd", "backports.zstd"):
         with contextlib.suppress(ModuleNotFoundError):
             return importlib.import_module(name)
@@ -296,7 +297,8 @@ def _list(filesystem: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield from _list(filesystem, match)
         return
     about = filesystem.info(path)
-    # Over HTTP all are files, and one with links in its text passes for a folder: a folder's URL ends in a slash.
+    # Over HTTP everything is a file, and a file with links in its text is also listed as a folder. Only a URL that ends
+    # in a slash is taken for a folder.
     if about["type"] != "directory" and not about.get("url", "").endswith("/"):
         yield path, about
         return
@@ -309,9 +311,11 @@ def _list(filesystem: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 "and what else is to be read, each by itself"
             )
         if info.get("islink"):
+            # The size and time of the link's target, which may change.
             with _readable(name):
-                info = filesystem.info(name)  # of what it leads to, which may change
-        if not stat.S_ISFIFO(info.get("mode", 0)):  # who opens a pipe waits for its writer
+                info = filesystem.info(name)
+        # To open a pipe would wait for its writer.
+        if not stat.S_ISFIFO(info.get("mode", 0)):
             yield name, info
 
 
@@ -321,7 +325,7 @@ def _size(path: Path) -> int:
 
 
 def kind_of(name: str) -> str:
-    """What a file of this name holds, compressed or not: text, lines or parquet."""
+    """The kind of a file by its name, compressed or not: text, lines or parquet."""
     for ending in COMPRESSED:
         name = name.removesuffix(ending)
     return "lines" if name.endswith(_LINES) else "parquet" if name.endswith(".parquet") else "text"

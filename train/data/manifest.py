@@ -1,4 +1,4 @@
-"""Prepared folders: ``manifest.json`` says what shards of tokens there are, and by which checksums they are known."""
+"""Prepared folders: ``manifest.json`` lists the shards of tokens and their checksums."""
 
 import dataclasses
 import hashlib
@@ -25,14 +25,14 @@ SPLITS = ("train", "heldout")
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A file of tokens, little-endian, and beside it where its documents begin and end.
+    """A file of tokens, little-endian, and an index file of where its documents begin and end.
 
     Attributes:
-      file: its name, ending in .bin; the index has the same name ending in .index.npy, uint64 [documents + 1].
-      tokens: how many.
-      documents: how many, each of whose last token is the separator.
-      sha256: of the file.
-      index_sha256: of the index.
+      file: the file's name, ending in .bin; the index, uint64 [documents + 1], has the same name ending in .index.npy.
+      tokens: the number of tokens.
+      documents: the number of documents; the last token of each is the separator.
+      sha256: the SHA-256 of the file.
+      index_sha256: the SHA-256 of the index.
     """
 
     file: str
@@ -48,16 +48,16 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a prepared folder holds.
+    """The content of a prepared folder.
 
     Attributes:
-      dtype: of tokens: uint8, uint16 or uint32.
-      vocab: tokens are below this.
+      dtype: the dtype of tokens: uint8, uint16 or uint32.
+      vocab: the vocabulary size; all tokens are below it.
       separator: the token after every document.
-      tokenizer: SHA-256 of tokenizer.json; None where tokens are bytes.
-      train: shards to train on.
-      heldout: shards held out.
-      origin: how it came about: sources, options, versions, what was dropped and why.
+      tokenizer: the SHA-256 of tokenizer.json; None if tokens are bytes.
+      train: the shards to train on.
+      heldout: the held-out shards.
+      origin: how the folder was made: sources, options, versions, what was dropped and why.
     """
 
     dtype: str
@@ -74,7 +74,7 @@ class Manifest:
 
     @property
     def files(self) -> dict[str, str]:
-        """The SHA-256 of every file beside the manifest, by its name."""
+        """The SHA-256 of every file that the manifest describes, by the file's name."""
         found: dict[str, str] = {}
         for shard in self.shards:
             found |= {shard.file: shard.sha256, shard.index: shard.index_sha256}
@@ -82,7 +82,7 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal tokens in equal order."""
+        """A hash of everything but the origin. If it is equal, the tokens and their order are equal."""
         return _digest({**_content(self), "origin": None})
 
     def dumps(self) -> str:
@@ -91,7 +91,10 @@ class Manifest:
 
 
 def loads(text: str | bytes, where: str) -> Manifest:
-    """A manifest from its text. Raises DataError if it is none, of another version, or has been changed."""
+    """A manifest from its text. Raises DataError if the text is no manifest, has another version or was changed.
+
+    ``where`` names the text in these errors.
+    """
     try:
         content = json.loads(text)
         known = content.get("format") == FORMAT
@@ -117,7 +120,7 @@ def loads(text: str | bytes, where: str) -> Manifest:
 
 
 def is_prepared(folder: Path) -> bool:
-    """Whether a folder has a manifest. Raises DataError if there are shards, but none."""
+    """Whether a folder has a manifest. Raises DataError if it has shards but no manifest."""
     if (folder / MANIFEST).is_file():
         return True
     if folder.is_dir() and any(next(folder.glob(f"{split}-*.bin"), None) for split in SPLITS):
@@ -129,7 +132,7 @@ def is_prepared(folder: Path) -> bool:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Raises DataError if there is none or it is not whole."""
+    """The manifest of a folder. Raises DataError if there is none or it is damaged."""
     try:
         return loads((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
     except OSError as error:
@@ -139,7 +142,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def open_prepared(folder: Path) -> tuple[Source, Vocabulary]:
-    """A prepared folder's tokens, mapped into memory and read as they are needed.
+    """A prepared folder's tokens, mapped into memory and read when they are needed, and its vocabulary.
 
     Raises:
       DataError: a file is missing or has another length than the manifest says. Content is checked by ``find_damage``.
@@ -167,7 +170,7 @@ def open_prepared(folder: Path) -> tuple[Source, Vocabulary]:
 
 
 def open_its_vocabulary(folder: Path, manifest: Manifest) -> Vocabulary:
-    """The vocabulary of a prepared folder. Raises DataError if its tokenizer is missing or another."""
+    """The vocabulary of a prepared folder. Raises DataError if its tokenizer is missing or has changed."""
     if manifest.tokenizer is None:
         return Vocabulary(manifest.vocab, manifest.separator)
     file = folder / TOKENIZER
@@ -179,12 +182,13 @@ def open_its_vocabulary(folder: Path, manifest: Manifest) -> Vocabulary:
 
 
 def fetch(url: str | Path) -> Path:
-    """A local copy of a prepared folder; files of the right length that are there already stay.
+    """Copy a prepared folder into the cache and return the copy's path. Files that are there already are not fetched
+    again: a file gets its name only when it is complete.
 
-    The copy is one for each content of the manifest.
+    There is one copy for each content of the manifest.
 
     Raises:
-      DataError: it cannot be read, or is not a prepared folder.
+      DataError: the folder cannot be read, or is not a prepared folder.
     """
     filesystem, path = open_filesystem(str(url))
     try:
@@ -207,10 +211,10 @@ def fetch(url: str | Path) -> Path:
 
 
 def find_damage(folder: Path) -> list[str]:
-    """Everything about a prepared folder that is not as the manifest says, in words; reads all of it.
+    """All differences between a prepared folder and its manifest, in words. Reads all files.
 
     Raises:
-      DataError: there is no manifest, or it is not whole.
+      DataError: there is no manifest, or it is damaged.
     """
     expected = read_manifest(folder).files
     found = []

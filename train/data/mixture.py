@@ -1,4 +1,4 @@
-"""Mixtures: which source a sequence comes from, and how many came from there before it, without counting up to it."""
+"""Mixtures: the source of a sequence, and how many earlier sequences it gave, without counting through them."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ import numpy as np
 from train.data.errors import DataError
 
 LARGEST_PERIOD = 2**16
-"""Weights that have no smaller common denominator are rounded to one part in so many."""
+"""The largest length of a pattern. Shares whose common denominator is larger are rounded to multiples of 1 over it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,9 +18,9 @@ class Mixture:
     """A pattern of sources that repeats.
 
     Attributes:
-      order: int64 [period], the source of each place.
-      before: int64 [period], how often that source stands in the pattern before this place.
-      counts: int64 [num_sources], how often each stands in the whole pattern.
+      order: int64 [period], the source at each place.
+      before: int64 [period], how often that source occurs in the pattern before this place.
+      counts: int64 [num_sources], how often each source occurs in the whole pattern.
     """
 
     order: np.ndarray
@@ -28,17 +28,18 @@ class Mixture:
     counts: np.ndarray
 
     def locate(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For sequences ``numbers``, int64 [n]: their sources, and their numbers within these, int64 [n] both."""
+        """The sources of sequences ``numbers``, int64 [n], and their numbers within these sources; both int64 [n]."""
         rounds, places = np.divmod(numbers, len(self.order))
         sources = self.order[places]
         return sources, rounds * self.counts[sources] + self.before[places]
 
 
 def mixture(weights: Sequence[float]) -> Mixture:
-    """The pattern in which, at every point, each source has had its share of all sequences to within one.
+    """The pattern in which, at every place, each source has had its share of all sequences so far to within one.
 
-    The next place goes to the source with the largest weight over what it has had, counting this place, among
-    those that this does not take beyond their share rounded up (the quota method; Balinski, Young, 1975).
+    The next place goes to the source with the largest ratio of its weight to its number of places, this one included.
+    Only those sources are considered whose number of places then does not exceed their share rounded up (the quota
+    method; Balinski, Young, 1975).
 
     Raises:
       DataError: a weight is not above 0.
@@ -56,7 +57,7 @@ def mixture(weights: Sequence[float]) -> Mixture:
 
 
 def parts(weights: Sequence[float]) -> list[int]:
-    """Weights as whole numbers in the same proportion, in lowest terms if they are short decimals."""
+    """Weights as whole numbers in the same proportion and lowest terms, or rounded; see ``LARGEST_PERIOD``."""
     for weight in weights:
         if not (weight > 0 and math.isfinite(weight)):
             raise DataError(f"--data-weights {' '.join(map(str, weights))}: every weight must be above 0")

@@ -1,4 +1,4 @@
-"""From what ``--data`` names to a corpus: text, prepared folders, record files, data sets, or several of them."""
+"""Open the corpus that ``--data`` names: text, prepared folders, record files, data sets, or several of them."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from train.data.vocabulary import BYTES, Vocabulary, open_vocabulary
 def open_corpus(
     paths: Sequence[str | Path] = (), weights: Sequence[float] = (), tokenizer: str | None = None
 ) -> Corpus:
-    """Read or open what is named; the standard library's sources, as bytes, if nothing is.
+    """Read or open the given paths; without any, the source text of Python's standard library.
 
     Without weights all text is one source, and sources are drawn from in proportion to their tokens.
 
@@ -25,10 +25,11 @@ def open_corpus(
         URLs of folders) that ``scripts/prepare`` made;
         ArrayRecord files; folders of Hugging Face ``datasets``.
       weights: a share for each path, in any unit.
-      tokenizer: what turns text into tokens, see ``open_vocabulary``; prepared folders have their own.
+      tokenizer: the name of the vocabulary, see ``open_vocabulary``. None takes that of the first prepared folder, or
+        bytes if there is no such folder.
 
     Raises:
-      DataError: a path cannot be read, or the sources' tokens do not mean the same.
+      DataError: a path cannot be read, or the sources have different vocabularies.
     """
     if weights and len(weights) != len(paths):
         raise DataError(f"--data-weights: {len(weights)} for {len(paths)} paths of --data; give one for each")
@@ -55,7 +56,7 @@ def open_corpus(
 
 
 def _open_all(groups: Sequence[Sequence[Path]], vocabulary: Vocabulary) -> list[Source]:
-    """A document that is held out of one source of text is trained on from none."""
+    """Open the sources. A document that is held out of one source of text is in no source's training text."""
     texts = {number: read_documents(group) for number, group in enumerate(groups) if not _is_ready(group)}
     parts = {number: split(documents) for number, (documents, _) in texts.items()}
     held_out = {text for _, heldout in parts.values() for text in heldout}

@@ -1,27 +1,30 @@
-"""Permutations of range(size) that are computed, not stored: any element at once, in memory for that element alone.
+"""Permutations of range(size) that are computed, not stored: any element directly, in memory for that element alone.
 
-A Feistel network permutes the numbers of a fixed count of bits whatever its round function is, since each round
-xors one half with a function of the other and can be undone so (Luby, Rackoff: How to construct pseudorandom
-permutations, 1988). Numbers beyond ``size`` are sent on until they come back inside: walking along a cycle of the
-larger permutation leaves one of the smaller (Black, Rogaway: Ciphers with arbitrary finite domains, 2002).
+A Feistel network permutes all numbers of a fixed number of bits, whatever its round function is: each round xors one
+half with a function of the other half, which can be undone (Luby, Rackoff: How to construct pseudorandom permutations,
+1988). Results outside of range(size) are permuted again until they are inside. This walk along a cycle of the larger
+permutation gives a permutation of range(size) (Black, Rogaway: Ciphers with arbitrary finite domains, 2002).
 """
 
 import numpy as np
 
 NUM_ROUNDS = 6
-"""Each round changes both halves."""
+"""The number of rounds of the network; each changes both halves."""
 
 
 def permute(numbers: np.ndarray, size: int, key: int) -> np.ndarray:
-    """Where permutation ``key`` of range(size) sends each of ``numbers``.
+    """Apply permutation ``key`` of range(size) to each of ``numbers``.
 
     Args:
       numbers: integers [n], each in range(size).
-      size: how many numbers there are, at most 2^63.
-      key: which permutation; 64 bits of it count.
+      size: the number of numbers that are permuted, at most 2^63.
+      key: the number of the permutation; its lowest 64 bits count.
 
     Returns:
       int64 [n].
+
+    Raises:
+      ValueError: one of the numbers is not in range(size).
     """
     found = numbers.astype(np.uint64)
     if ((found >= size) | (numbers < 0)).any():
@@ -48,7 +51,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """Each of 64 bits depends on all (the finaliser of splitmix64; Steele, Lea, Flood, 2014)."""
+    """Mix uint64 values so that each bit depends on all 64 (the finaliser of splitmix64; Steele, Lea, Flood, 2014)."""
     values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return values ^ values >> np.uint64(31)

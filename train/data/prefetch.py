@@ -19,10 +19,10 @@ class Prefetch(Generic[T]):
       draw: a pure function of the step. What it raises is raised by ``get`` of that step.
       first: the step that is asked for first.
       stop: no step from this one on is drawn ahead.
-      depth: how many steps ahead, at least 1.
+      depth: the number of steps that are drawn ahead, at least 1.
 
     Attributes:
-      wait: seconds that the latest ``get`` waited.
+      wait: the seconds that the latest ``get`` waited.
     """
 
     def __init__(self, draw: Callable[[int], T], first: int = 0, stop: int | None = None, depth: int = 2):
@@ -45,14 +45,14 @@ class Prefetch(Generic[T]):
             self.wait = time.perf_counter() - began
 
     def restart(self, step: int) -> None:
-        """Forget what was drawn ahead, for ``draw`` has changed its mind, and go on at a step."""
+        """Discard what was drawn ahead, because ``draw`` has changed, and continue at ``step``."""
         for made in self._ahead:
             made.cancel()
         self._expected, self._ahead = step, deque([self._pool.submit(self._draw, step)])
         self._draw_ahead()
 
     def close(self) -> None:
-        """End the thread; it finishes the batch that it is at."""
+        """End the thread, after the batch that it is drawing."""
         self._pool.shutdown(cancel_futures=True)
 
     def __enter__(self) -> Self:
@@ -62,6 +62,6 @@ class Prefetch(Generic[T]):
         self.close()
 
     def _draw_ahead(self) -> None:
-        """``depth`` steps wait, and one more is being made."""
+        """Draw until ``depth`` steps wait and one more is being drawn."""
         while len(self._ahead) <= self._depth and (step := self._expected + len(self._ahead)) < self._stop:
             self._ahead.append(self._pool.submit(self._draw, step))

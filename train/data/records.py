@@ -1,8 +1,8 @@
 """Files of records and data sets as sources: ArrayRecord by Grain, and Hugging Face ``datasets`` saved to disk.
 
-Both give any record at once. They are read through when they are opened, for the lengths of their documents; after
-that a batch reads its own documents alone. Text in them is made into tokens each time: data that is read for long is
-better prepared.
+Both allow random access to records. They are read completely when they are opened, to learn the lengths of their
+documents; after that a batch reads only its own documents. Their text is turned into tokens each time it is read, so
+data for long runs is better prepared.
 """
 
 import hashlib
@@ -19,16 +19,16 @@ from train.data.vocabulary import Vocabulary, is_text
 
 ARRAY_RECORD = (".array_record", ".arrayrecord")
 SAVED = "dataset_info.json"
-"""The file that a set which ``datasets`` saved has beside its records."""
+"""The file that marks the folder of a data set saved by ``datasets``; it is next to the records."""
 BATCH = 1024
-"""Documents that are measured at once."""
+"""The number of documents that are turned into tokens at once, to learn their lengths."""
 
 
 class Records(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, number: int) -> bytes:
-        """One of them, as UTF-8 text."""
+        """Record ``number``, as UTF-8 text."""
         ...
 
 
@@ -41,12 +41,12 @@ def is_records(path: Path) -> bool:
 
 
 def open_records(path: Path, vocabulary: Vocabulary) -> Source:
-    """A tenth of the documents held out, their order and the split those of ``train.data.text``.
+    """Open records as a source, with a tenth of the documents held out; order and split as in ``train.data.text``.
 
-    They stay where they are: of each only its length is kept, and its place in the order of digests.
+    The documents are not kept in memory, only the length of each and its place in the order of digests.
 
     Raises:
-      DataError: the library is missing, or the records are not text.
+      DataError: the library is missing, the records are not text, or there are fewer than ten documents.
     """
     documents = read_records(path)
     found: dict[bytes, tuple[int, int]] = {}
@@ -105,7 +105,8 @@ class _Dataset:
             ) from None
         try:
             self._rows: Any = datasets.load_from_disk(str(path))
-        except Exception as error:  # its readers fail in any way
+        # Its readers raise errors of many types.
+        except Exception as error:
             why = f"{type(error).__name__}: {' '.join(str(error).split())}"
             raise DataError(f"--data: cannot read {path}: it is damaged or no data set: {why}") from None
         if key not in self._rows.column_names:

@@ -1,4 +1,4 @@
-"""Places that are no folder of this machine, by fsspec."""
+"""Access to files and folders behind URLs, by fsspec."""
 
 import os
 from pathlib import Path
@@ -9,12 +9,12 @@ from train.data.errors import DataError
 
 
 def is_url(path: str | Path) -> bool:
-    """Whether it is a place that fsspec knows by a protocol, like ``s3://bucket/folder``."""
+    """Whether ``path`` is a URL with a protocol for fsspec, like ``s3://bucket/folder``."""
     return "://" in str(path)
 
 
 def cache_folder() -> Path:
-    """Where fetched data lies: ``$XDG_CACHE_HOME/dualpipe-jax``, by default in ~/.cache."""
+    """The folder for fetched data: ``$XDG_CACHE_HOME/dualpipe-jax``, by default ~/.cache/dualpipe-jax."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dualpipe-jax"
 
 

@@ -1,4 +1,4 @@
-"""Streams of tokens: documents one after the other, each followed by the separator, read anywhere at once."""
+"""Streams of tokens with random access: documents one after the other, each followed by the separator."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -9,17 +9,17 @@ from train.data.errors import DataError
 
 
 class Stream(Protocol):
-    """What batches are cut from."""
+    """A stream of tokens, from which batches are cut."""
 
     def __len__(self) -> int: ...
 
     def windows(self, starts: np.ndarray, width: int) -> np.ndarray:
-        """int32 [n, width], the tokens from each of ``starts``, int64 [n], on."""
+        """The ``width`` tokens from each of ``starts``, int64 [n], on; int32 [n, width]."""
         ...
 
 
 class _Pieces:
-    """A stream of pieces end to end, each read by ``_read`` alone."""
+    """A stream of pieces joined end to end; ``_read`` reads a part of one piece."""
 
     def __init__(self, lengths: Sequence[int] | np.ndarray):
         self._ends = np.cumsum(lengths, dtype=np.int64)
@@ -28,7 +28,7 @@ class _Pieces:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def windows(self, starts: np.ndarray, width: int) -> np.ndarray:
-        """See ``Stream``. Raises DataError for a piece that is not what it was."""
+        """See ``Stream``. Raises DataError for a piece that is damaged or has changed."""
         found = np.empty((len(starts), width), np.int32)
         for row, start in enumerate(starts.tolist()):
             filled, number = 0, int(np.searchsorted(self._ends, start, side="right"))
@@ -44,12 +44,12 @@ class _Pieces:
 
 
 class ArrayStream(_Pieces):
-    """Arrays end to end, in memory or mapped from files.
+    """A stream of arrays joined end to end, in memory or mapped from files.
 
     Args:
-      arrays: unsigned integers [n] each.
-      vocab: every token is below this.
-      names: what to call the arrays in an error.
+      arrays: the arrays, unsigned integers [n] each.
+      vocab: the vocabulary size; every token is below it.
+      names: the names of the arrays in error messages.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray], vocab: int, names: Sequence[str] = ()):
@@ -68,12 +68,12 @@ class ArrayStream(_Pieces):
 
 
 class DocumentStream(_Pieces):
-    """Documents that are read and made into tokens when they are needed.
+    """A stream of documents that are read and turned into tokens when they are needed.
 
     Args:
       read: ``read(number)``, the tokens of a document and the separator, int [n].
-      numbers: int64 [num_documents], in which order documents follow each other.
-      lengths: int64 [num_documents], their tokens, the separator with them.
+      numbers: int64 [num_documents], the numbers of the documents in the order of the stream.
+      lengths: int64 [num_documents], the number of tokens of each in the same order, including the separator.
     """
 
     def __init__(self, read: Callable[[int], np.ndarray], numbers: np.ndarray, lengths: np.ndarray):

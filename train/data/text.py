@@ -12,9 +12,9 @@ from train.data.records import SAVED
 from train.data.vocabulary import is_text
 
 SHOWN = 10
-"""Files that are named, of those that were skipped."""
+"""The largest number of skipped files that are named."""
 KEY = "text"
-"""The field or column that holds a document; another is named to scripts/prepare."""
+"""The field or column that holds a document. Data with another one must be prepared: scripts/prepare --text-key."""
 _LEFT_OUT = {"site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 
 
@@ -28,16 +28,16 @@ def standard_library() -> list[Path]:
 
 
 def read_documents(paths: Sequence[Path]) -> tuple[list[bytes], list[str]]:
-    """Each file, or all under a folder but hidden ones: text, JSON lines and Parquet by "text", also compressed.
+    """The documents of files, and of all files under folders but hidden ones; of the standard library without paths.
 
-    The standard library if no paths are given.
+    Files are text, JSON lines and Parquet with a field or column "text", also compressed.
 
     Returns:
-      The documents, each once, in an order that says nothing of them, no empty ones; and why, for each file of a folder
-      that could not be read.
+      The documents, each once and none empty, in the order of their hashes, which is a shuffle; and the reasons, one
+      for each file of a folder that could not be read.
 
     Raises:
-      DataError: a path is missing, is no text, or nothing is left to read.
+      DataError: a path is missing or is not text, or nothing is left to read.
     """
     skipped: list[str] = []
     documents = {hashlib.sha256(text).digest(): text for text in _texts(paths, skipped) if text}
@@ -48,7 +48,7 @@ def read_documents(paths: Sequence[Path]) -> tuple[list[bytes], list[str]]:
 
 
 def describe_skipped(skipped: Sequence[str]) -> str:
-    """The first ten and how many there are, in lines; nothing of none."""
+    """Lines with the number of skipped files and the first ten reasons; "" if none was skipped."""
     if not skipped:
         return ""
     return "\n".join(
@@ -62,7 +62,7 @@ def _shown(skipped: Sequence[str]) -> list[str]:
 
 
 def split(documents: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
-    """Documents to train on, and a tenth that is held out: of fewer than ten documents the last tenth of each."""
+    """(documents to train on, held-out tenth of the documents); of fewer than ten documents the last tenth of each."""
     tenth = len(documents) // 10
     if tenth:
         return list(documents[tenth:]), list(documents[:tenth])
@@ -71,7 +71,7 @@ def split(documents: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
 
 
 def cut(text: bytes, share: float) -> tuple[bytes, bytes]:
-    """A document without its last ``share``, and that; never within a character of UTF-8."""
+    """Split a document before its last ``share``, but never within a character of UTF-8."""
     place = len(text) - int(len(text) * share)
     while place < len(text) and text[place] & 0xC0 == 0x80:
         place += 1
@@ -94,7 +94,7 @@ def _texts(paths: Sequence[Path], skipped: list[str]) -> Iterable[bytes]:
 
 
 def is_hidden(path: Path) -> bool:
-    """Whether a part of it begins with a dot, as .git and .env do: they hold what is not meant to be read."""
+    """Whether a part of ``path`` begins with a dot, like .git and .env, which are not meant to be read."""
     return any(part.startswith(".") for part in path.parts)
 
 

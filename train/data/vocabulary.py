@@ -15,7 +15,7 @@ from train.data.errors import DataError
 from train.data.remote import is_url, open_filesystem
 
 SEPARATOR = 0
-"""The byte between documents: one that no text holds."""
+"""The byte between documents, which no text contains."""
 
 _SEPARATORS = (
     "<|endoftext|>",
@@ -26,16 +26,16 @@ _SEPARATORS = (
     "<|im_end|>",
     "[SEP]",
 )
-"""Tokens that end a document, where the tokenizer's own configuration does not say."""
+"""Usual tokens that end a document; tried in this order, after the one of the tokenizer's own configuration."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """Tokens are bytes, unless there is a file. Small to send to another process; the file is read at first use.
+    """A vocabulary of bytes, or that of a tokenizer's file, which is read at first use. Cheap to send to a process.
 
     Attributes:
-      size: tokens are below this.
-      separator: the token after every document, which no document holds.
+      size: the vocabulary size; all tokens are below it.
+      separator: the token after every document, which no document contains.
       file: path or URL of a ``tokenizer.json`` as the tokenizers library writes it, or None for bytes.
     """
 
@@ -45,27 +45,27 @@ class Vocabulary:
 
     @property
     def unit(self) -> str:
-        """What a token is, in a word."""
+        """The word for a token in messages: byte or token."""
         return "byte" if self.file is None else "token"
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal tokens of equal text."""
+        """A hash. If it is equal, equal text gives equal tokens."""
         content = self.content or b"bytes"
         return hashlib.sha256(content + f" {self.size} {self.separator}".encode()).hexdigest()
 
     @property
     def content(self) -> bytes | None:
-        """Of its file."""
+        """The content of the tokenizer's file; None for bytes."""
         return None if self.file is None else _read(self.file)
 
     @property
     def dtype(self) -> np.dtype:
-        """The smallest in which tokens can be stored."""
+        """The smallest unsigned integer dtype that can store all tokens."""
         return np.min_scalar_type(self.size - 1)
 
     def encode(self, texts: Sequence[bytes]) -> list[np.ndarray]:
-        """Each text's tokens and the separator. Text that looks like a special token is text."""
+        """The tokens of each text and the separator, [n] of ``dtype``. Text that looks like a special token is text."""
         if self.file is None:
             return [np.frombuffer(text + bytes([self.separator]), np.uint8) for text in texts]
         tokenizer = _load(self.file)
@@ -75,17 +75,17 @@ class Vocabulary:
         return [np.array([*one.ids, self.separator], self.dtype) for one in encoded]
 
     def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """The text of tokens; separators show as what they are."""
+        """The text of tokens, with separators and other special tokens shown."""
         if self.file is None:
             return bytes(int(token) for token in tokens).decode(errors="replace")
         return _load(self.file).decode([int(token) for token in tokens], skip_special_tokens=False)
 
     def count_bytes(self, tokens: np.ndarray, before: np.ndarray) -> int:
-        """Bytes of the text that tokens stand for; a separator is one, as where tokens are bytes.
+        """The number of bytes of text that tokens stand for; a separator counts as one, as if tokens were bytes.
 
         Args:
-          tokens: int [n]; a character may be cut in two at their ends.
-          before: int [n], the token before each, which says where a document begins.
+          tokens: int [n]; a character may be cut in two at the first and the last token.
+          before: int [n], the token before each, which tells where a document begins.
         """
         if self.file is None:
             return tokens.size
@@ -104,33 +104,37 @@ class Vocabulary:
         alone = self.decode([token])
         if first or "\ufffd" in alone:
             return len(bytes_of(self.name_of(token), alone))
-        # Decoders of words drop the blank before the first one: within a document the second has its own.
+        # Decoders of words drop the blank before the first word. The second of two equal tokens keeps its blank, as
+        # tokens within a document do.
         return len(self.decode([token, token]).encode()) - len(alone.encode())
 
     def name_of(self, token: int) -> str:
-        """What a tokenizer's file calls a token."""
+        """The name of a token in the tokenizer's file; "" if it has none, and for bytes."""
         return "" if self.file is None else _load(self.file).id_to_token(token) or ""
 
     def write(self, folder: Path) -> None:
-        """Leave its file there as ``tokenizer.json``, and what lies beside it; of bytes nothing."""
-        from models.weights.tokenizer import FILES  # loads JAX, which options are read without
+        """Write into ``folder`` the tokenizer as ``tokenizer.json``, and its companion files; nothing for bytes."""
+        # Imported here because it loads JAX, and options are read without JAX.
+        from models.weights.tokenizer import FILES
 
         if self.content is None or self.file is None:
             return
         (folder / FILES[0]).write_bytes(self.content)
         for name in () if is_url(self.file) else FILES[1:]:
             if (beside := Path(self.file).with_name(name)).is_file():
-                (folder / name).write_bytes(beside.read_bytes())  # it may be that file itself
+                # Read before the target is opened: both may be the same file.
+                (folder / name).write_bytes(beside.read_bytes())
 
 
 BYTES = Vocabulary()
-"""Tokens are bytes."""
+"""The vocabulary in which tokens are bytes."""
 
 
 def open_vocabulary(name: str, separator: str | None = None) -> Vocabulary:
     """The vocabulary of a name on the command line: "bytes", a tokenizer.json, or a folder that holds one.
 
-    The separator is the one given, the ``eos_token`` of a ``tokenizer_config.json`` beside it, or a well-known one.
+    The separator is the given one; else the ``eos_token`` of a ``tokenizer_config.json`` in the same folder, or a
+    well-known one.
 
     Raises:
       DataError: there is no such file, it is no tokenizer, or it has no such token.
@@ -154,7 +158,7 @@ def open_vocabulary(name: str, separator: str | None = None) -> Vocabulary:
 
 
 def import_tokenizers() -> Any:
-    """The library. Raises DataError where it is missing."""
+    """The tokenizers library. Raises DataError if it is missing."""
     try:
         import tokenizers
     except ModuleNotFoundError:
@@ -202,5 +206,5 @@ def _configured(file: Path) -> list[str]:
 
 
 def is_text(content: bytes) -> bool:
-    """Whether it has no zero bytes."""
+    """Whether content is taken for text: it has no zero bytes."""
     return 0 not in content
