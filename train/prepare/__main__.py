@@ -1,4 +1,4 @@
-"""``python -m train.prepare``: documents in, shards of tokens out; or the checksums of what is there compared."""
+"""The command line ``python -m train.prepare``: turn documents into shards of tokens, or verify prepared shards."""
 
 import sys
 from collections.abc import Sequence
@@ -15,11 +15,14 @@ from train.prepare.pipeline import prepare
 from train.prepare.workers import Report
 
 USUAL_SEQUENCE = 64
-"""Tokens of a sequence of the run that is proposed: what the recipe of the default model has."""
+"""Tokens of a sequence in the run that the summary proposes: as many as the recipe of the default model has."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run from the command line. Returns the exit code: 1 for damage, 2 for options or data that will not do."""
+    """Run from the command line.
+
+    Returns the exit code: 1 if --check finds damage, 2 for invalid options or data, 130 after Ctrl-C, else 0.
+    """
     options = parse(arguments)
     report = Report(Console())
     try:

@@ -1,7 +1,7 @@
-"""Work shared out to the nodes of a Ray cluster, as ``share_out`` does to processes of this machine.
+"""Distribute work to the nodes of a Ray cluster, as ``share_out`` does to processes of this machine.
 
-Ray places tasks, ships this checkout's code and tells of nodes that die. Tasks leave files and receipts where all nodes
-can reach them, so a task whose node died is run again elsewhere, and nothing else is.
+Ray places tasks, sends them this checkout's code and reports nodes that die. Tasks write files and receipts where all
+nodes can reach them, so only a task whose node died is run again, on another node.
 """
 
 import collections
@@ -25,23 +25,23 @@ from train.prepare.files import Folder, url_of
 from train.prepare.workers import Report, ShareOut, versions
 
 ATTEMPTS = 4
-"""Workers that may be lost at the same piece of work; as many as Spark tries a task."""
+"""The number of lost workers after which a piece of work is given up; Spark tries a task as often."""
 
 _PATIENCE = 30.0
-"""Seconds in which a cluster must answer."""
+"""Seconds within which a cluster must answer."""
 
 _ROOT = Path(__file__).parents[2]
 
 
 @contextlib.contextmanager
 def connected(address: str, work: Folder, mark: str, report: Report) -> Iterator[ShareOut]:
-    """The cluster at an address, to share work out to.
+    """Connect to the cluster at an address; yields the function that distributes work to it.
 
     Args:
-      address: ``HOST:PORT`` of its head, or ``auto`` for the one that this machine is a node of.
+      address: ``HOST:PORT`` of its head, or ``auto`` for the cluster that this machine is a node of.
       work: a folder that every node must reach.
-      mark: a file in it, by which a node sees that it is the same folder.
-      report: is told of the cluster's size, and of work that is done again.
+      mark: the name of a file in it, by which a node sees that it is the same folder.
+      report: receives the cluster's size, and the number of tasks that were run again.
 
     Raises:
       DataError: Ray is missing, or there is no such cluster.
@@ -54,12 +54,14 @@ def connected(address: str, work: Folder, mark: str, report: Report) -> Iterator
     code = [str(_ROOT / package) for package in ("train", "dualpipe_jax")]
     at_end = signal.getsignal(signal.SIGTERM)
     ray.init(address, runtime_env={"py_modules": code}, log_to_driver=False, logging_level=logging.ERROR)
-    signal.signal(signal.SIGTERM, at_end)  # Ray's own would end it otherwise than without a cluster
+    # Ray's own handler would end this process in another way than without a cluster.
+    signal.signal(signal.SIGTERM, at_end)
     try:
         nodes = sum(node["Alive"] for node in ray.nodes())
         cores = round(ray.cluster_resources().get("CPU", 0))
         report.say(f"Ray cluster of {how_many(nodes, 'node')}, {how_many(cores, 'core')}")
-        task = ray.remote(num_cpus=1, max_retries=0)(_run)  # Ray's own retries are endless for want of memory
+        # No retries by Ray itself: they never end if memory runs out.
+        task = ray.remote(num_cpus=1, max_retries=0)(_run)
         yield functools.partial(_share_out, functools.partial(task.remote, work, mark, versions()), report)
     finally:
         ray.shutdown()
@@ -110,7 +112,7 @@ def _share_out(
 
 
 def _run(work: Folder, mark: str, known: dict[str, str], function: Callable[..., Any], job: tuple) -> Any:
-    """On a node: one job, if the node is fit for it."""
+    """Run one job on a node. Raises DataError if the node has other versions or does not see the folder ``work``."""
     if (here := versions()) != known:
         raise DataError(
             f"--ray: {socket.gethostname()} has {here}, and here is {known}; install the same on all nodes"
@@ -125,7 +127,7 @@ def _run(work: Folder, mark: str, known: dict[str, str], function: Callable[...,
 
 
 def _reach(address: str) -> None:
-    """Raise DataError if nothing answers. Tried in another process: Ray takes minutes, and then ends its process."""
+    """Raise DataError if no cluster answers. Tried in another process: Ray takes minutes, and then ends its process."""
     code = "import ray, sys; ray.init(sys.argv[1], log_to_driver=False, logging_level=40)"
     try:
         tried = subprocess.run(

@@ -1,4 +1,4 @@
-"""Folders on this machine or behind a URL, and files in them that are whole or not there, whoever is killed."""
+"""Folders on this machine or behind a URL. Their files are complete or not there, whichever process is killed."""
 
 import contextlib
 import io
@@ -17,22 +17,24 @@ from train.data.errors import DataError
 from train.data.remote import open_filesystem
 
 Folder = Any
-"""A file system of fsspec whose root is a folder, on this machine or elsewhere; small to send to another process."""
+"""A file system of fsspec with a folder as its root, on this machine or elsewhere; cheap to send to a process."""
 
 _PART = f".{uuid.uuid4().hex[:12]}.part"
-"""What this process writes has names of its own: a node that was given up for dead may still write the same file."""
+"""The ending of files that this process is writing. It is unique, because a node that was taken for dead may still
+write the same file."""
 
 
 def open_folder(place: str) -> Folder:
-    """The folder of a path or URL, whether it is there or not. Raises DataError for a URL that nothing knows."""
+    """The folder at a path or URL, which need not exist. Raises DataError for a URL whose protocol is unknown."""
     filesystem, path = open_filesystem(place)
-    from fsspec.implementations.dirfs import DirFileSystem  # open_filesystem says it where there is none
+    # Imported after open_filesystem, which reports a missing fsspec.
+    from fsspec.implementations.dirfs import DirFileSystem
 
     return DirFileSystem(path, filesystem)
 
 
 def create(folder: Folder) -> None:
-    """Make it unless it is there. Raises DataError."""
+    """Make the folder unless it exists. Raises DataError if it cannot be made."""
     try:
         folder.makedirs("", exist_ok=True)
     except OSError as error:
@@ -40,14 +42,14 @@ def create(folder: Folder) -> None:
 
 
 def local_path(folder: Folder) -> Path | None:
-    """Where it is on this machine; None if it is elsewhere."""
+    """The path of the folder on this machine; None if it is elsewhere."""
     from fsspec.implementations.local import LocalFileSystem
 
     return Path(folder.path) if isinstance(folder.fs, LocalFileSystem) else None
 
 
 def url_of(folder: Folder, name: str = "") -> str:
-    """What names a folder or a file of it to other programs: a path on this machine, a URL elsewhere."""
+    """The name of a folder, or of a file in it, for other programs: a path on this machine, a URL elsewhere."""
     path = f"{folder.path}/{name}".rstrip("/")
     return path if local_path(folder) else folder.fs.unstrip_protocol(path)
 
@@ -65,7 +67,7 @@ def at_hand(folder: Folder, names: Sequence[str]) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def writing(folder: Folder, name: str) -> Iterator[IO[bytes]]:
-    """A file to be written, under another name until it is on the disk."""
+    """Open a file for writing. It has another name until its content is on the disk."""
     with folder.open(partial(name), "wb") as opened:
         yield opened
         settle(opened)
@@ -82,7 +84,7 @@ def write_json(folder: Folder, name: str, content: Any) -> None:
 
 
 def read_json(folder: Folder, name: str) -> Any:
-    """None if there is no such file."""
+    """The value in a JSON file; None if there is no such file."""
     try:
         return json.loads(folder.cat_file(name))
     except FileNotFoundError:
@@ -90,7 +92,7 @@ def read_json(folder: Folder, name: str) -> Any:
 
 
 def array_bytes(array: np.ndarray) -> bytes:
-    """As .npy, little-endian."""
+    """The content of a .npy file with the array, little-endian."""
     content = io.BytesIO()
     np.save(content, array.astype(array.dtype.newbyteorder("<")))
     return content.getvalue()
@@ -102,19 +104,20 @@ def partial(name: str) -> str:
 
 
 def is_partial(name: str) -> bool:
-    """Whether a process of ours wrote it, and was killed perhaps; downloads of others end in .part, too."""
+    """Whether a process of this program wrote the file and may have been killed. Other programs use .part, too."""
     return re.fullmatch(r"\..+\.[0-9a-f]{12}\.part", name) is not None
 
 
 def drop_partial(folder: Folder) -> None:
-    """Remove what killed processes left."""
+    """Remove the incomplete files that killed processes left."""
     for name in folder.ls("", detail=False):
         if is_partial(Path(name).name):
             folder.rm_file(name)
 
 
 def settle(opened: Any) -> None:
-    """Wait until what was written is on this machine's disk: a name must not outlive its content."""
+    """Wait until what was written is on this machine's disk, so that no file has its name without its content."""
     opened.flush()
-    with contextlib.suppress(AttributeError, io.UnsupportedOperation):  # elsewhere closing does it
+    # Files elsewhere have no fileno: closing them writes their content.
+    with contextlib.suppress(AttributeError, io.UnsupportedOperation):
         os.fsync(opened.fileno())

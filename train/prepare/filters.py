@@ -1,4 +1,4 @@
-"""Why a document is not kept. Each reason is counted, and the counts are kept in the manifest."""
+"""The reasons for which a document is dropped. Each is counted, and the counts are kept in the manifest."""
 
 import re
 
@@ -32,17 +32,17 @@ def reason(text: bytes, options: Options) -> str | None:
 
 
 def makes_tokens(options: Options) -> bool:
-    """Whether a tokenizer will read the text; bytes may be anything."""
+    """Whether a tokenizer will read the text, which must be UTF-8 then; tokens that are bytes may be anything."""
     return options.tokenizer != "bytes" or options.train_tokenizer is not None
 
 
 def share_of_letters(text: str) -> float:
-    """Letters among all characters but white space; 0 if there are none."""
+    """The share of letters among all characters except white space; 0 if there are none."""
     dense = "".join(text.split())
     return sum(map(str.isalpha, dense)) / len(dense) if dense else 0.0
 
 
 def share_of_repeated_lines(text: str) -> float:
-    """Lines that stood before among all that are not blank; 0 if there are none."""
+    """The share of lines that repeat an earlier line, among all that are not blank; 0 if there are none."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return 1 - len(set(lines)) / len(lines) if lines else 0.0

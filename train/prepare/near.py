@@ -1,8 +1,8 @@
-"""Near duplicates by MinHash: documents that share a band of minima share most of their runs of words.
+"""Near duplicates by MinHash: documents that share a band of minima probably share most of their runs of words.
 
-The share of two documents' minima that are equal estimates the Jaccard similarity of their sets of word runs (Broder,
-On the resemblance and containment of documents, 1997). Cut into b bands of r minima, documents of similarity s agree
-on a whole band with probability 1 - (1 - s^r)^b, which climbs steeply around (1/b)^(1/r).
+The share of equal minima of two documents estimates the Jaccard similarity of their sets of word runs (Broder, On the
+resemblance and containment of documents, 1997). If the minima are cut into b bands of r minima, documents of similarity
+s agree in at least one band with probability 1 - (1 - s^r)^b, which rises steeply around s = (1/b)^(1/r).
 """
 
 import zlib
@@ -12,11 +12,11 @@ import numpy as np
 
 NUM_MINIMA = 128
 RUN = 5
-"""Words of a run."""
+"""The number of words in a run."""
 
 
 def shape(similarity: float) -> tuple[int, int]:
-    """Bands and minima of a band, so that the climb is where ``similarity`` is."""
+    """(the number of bands, the minima of a band) with which the probability rises steeply around ``similarity``."""
 
     def distance(rows: int) -> float:
         return abs((NUM_MINIMA // rows) ** (-1 / rows) - similarity)
@@ -26,10 +26,11 @@ def shape(similarity: float) -> tuple[int, int]:
 
 
 def bands(text: bytes, similarity: float) -> np.ndarray:
-    """uint64 [bands]: equal numbers in the same place mean equal bands."""
+    """A hash for each band of a document, uint64 [bands]: equal hashes at the same place mean equal bands."""
     count, rows = shape(similarity)
     found = runs(text)
-    parts = np.split(found, range(4096, len(found), 4096))  # not all 128 of each at once
+    # In parts, because each run has 128 hashes, which are not to be in memory for all runs at once.
+    parts = np.split(found, range(4096, len(found), 4096))
     minima = np.min([_mix(part[:, None] ^ _SALTS).min(0) for part in parts], 0)
     minima = minima[: count * rows].reshape(count, rows)
     key = np.arange(1, count + 1, dtype=np.uint64)
@@ -39,7 +40,7 @@ def bands(text: bytes, similarity: float) -> np.ndarray:
 
 
 def runs(text: bytes) -> np.ndarray:
-    """uint64 [n], a hash for every run of words; a shorter text is one run."""
+    """A hash for every run of words, uint64 [n]; a text that is shorter than a run is one run."""
     words = np.array([zlib.crc32(word) for word in text.lower().split()] or [0], np.uint64)
     count = max(1, len(words) - RUN + 1)
     found = np.zeros(count, np.uint64)
@@ -49,7 +50,7 @@ def runs(text: bytes) -> np.ndarray:
 
 
 def repeats(keys: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
-    """bool [num_documents], which documents share a band with an earlier one.
+    """Whether each document shares a band with an earlier one, bool [num_documents].
 
     Args:
       keys: uint64 [num_documents, bands], as ``bands`` gives them.

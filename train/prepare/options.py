@@ -22,7 +22,7 @@ on where a killed one stopped."""
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is asked for."""
+    """The options of a preparation."""
 
     COMMON: ClassVar = (
         "out", "data", "text-key", "tokenizer", "train-tokenizer", "held-out", "workers", "check",
@@ -37,51 +37,52 @@ class Options:
     tokenizer: Annotated[str, arg(metavar="FILE")] = "bytes"
     """bytes, a tokenizer.json, or a folder with one."""
     separator: Annotated[str | None, arg(metavar="TOKEN")] = None
-    """The tokenizer's token between documents; its end-of-text token if left out."""
+    """The tokenizer's token between documents. If left out, its end-of-text token."""
     train_tokenizer: Annotated[int | None, arg(metavar="SIZE")] = None
-    """Train a byte-pair tokenizer with so many tokens on these documents first, and use it."""
+    """Train a byte-pair tokenizer with at most this number of tokens on the documents first, and use it."""
     sample_mb: AboveZero = 64.0
-    """Megabytes of text that a tokenizer is trained on, of documents that are not held out."""
+    """Megabytes of text, from documents that are not held out, on which a tokenizer is trained."""
     held_out: float = 0.05
-    """Share of documents never to be trained on; where that is less than one document, the end of each."""
+    """Share of documents that is never trained on. If that is less than one document, the end of each document."""
     skip_bad: Annotated[NotNegative, arg(metavar="N")] = 0
-    """Lines of JSON that cannot be read, or have no text, of which so many are left out; one more ends all."""
+    """Number of JSON lines that may be left out because they cannot be read or have no text. One more is an error."""
     min_bytes: AtLeastOne = 1
-    """Documents that are shorter are dropped."""
+    """Number of bytes below which a document is dropped."""
     max_bytes: int | None = None
-    """Documents that are longer are dropped."""
+    """Number of bytes above which a document is dropped."""
     min_letters: float = 0.0
-    """Documents with a smaller share of letters among their characters, white space aside, are dropped."""
+    """Documents with a smaller share of letters among their characters, except white space, are dropped."""
     max_repeated_lines: float = 1.0
-    """Documents with a larger share of lines that stood in them before are dropped."""
+    """Documents with a larger share of lines that repeat an earlier line are dropped."""
     reject: Annotated[str | None, arg(metavar="REGEX")] = None
-    """Documents in which this is found are dropped."""
+    """Documents in which this regular expression is found are dropped."""
     near_duplicates: Annotated[float | None, arg(metavar="SIMILARITY")] = None
-    """Of documents about this similar (Jaccard, runs of five words) or more only one is kept: 0.8, say. Exact
-    duplicates are dropped in any case."""
+    """Of documents with about this similarity or more (Jaccard, of runs of five words; for example 0.8) only one is
+    kept. Exact duplicates are dropped in any case."""
     sql: Annotated[str | None, arg(metavar="QUERY")] = None
-    """Prepare the rows of this query over the table documents, all of --data; DuckDB runs it, on disk if need be."""
+    """Prepare the rows of this query over the table documents, which holds all of --data. DuckDB runs the query, on
+    disk if memory is short."""
     shard_mb: AboveZero = 64.0
-    """Megabytes of text for a shard, about; a worker holds one in memory."""
+    """Approximate megabytes of text in a shard. A worker holds one shard in memory."""
     workers: AtLeastOne | None = None
-    """Processes; one for each core of this machine if left out."""
+    """Number of processes. If left out, one for each core of this machine."""
     ray: Annotated[str | None, arg(metavar="ADDRESS")] = None
     """Work on a Ray cluster that this machine is a node of, with all its cores: HOST:PORT of its head, or auto."""
     work: Annotated[str | None, arg(metavar="FOLDER")] = None
-    """Folder or URL of its own for what is half done, removed at the end. OUT/.work if left out; in ~/.cache if OUT is
-    a URL, without --ray."""
+    """Folder or URL for intermediate files alone, removed at the end. If left out, OUT/.work, or a folder in ~/.cache
+    if OUT is a URL and --ray is not given."""
     check: bool = False
-    """Read OUT through and compare every file with its checksum; makes nothing."""
+    """Prepare nothing, but read OUT and compare every file with its checksum."""
 
     @property
     def job(self) -> dict[str, Any]:
-        """What decides on the shards."""
+        """The options that determine the shards."""
         asked = dataclasses.asdict(self)
         return {name: asked[name] for name in asked if name not in ("out", "workers", "ray", "work", "check")}
 
     @property
     def num_workers(self) -> int:
-        """Processes on this machine."""
+        """The number of processes on this machine."""
         return self.workers or os.cpu_count() or 1
 
 

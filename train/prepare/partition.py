@@ -1,7 +1,7 @@
-"""First pass: each piece of the input becomes a file of its documents, filtered, in the order of their hashes.
+"""First pass: the documents of each piece of the input are filtered and written in the order of their hashes.
 
-Hashes say nothing of the text, so their order is a shuffle; equal documents have equal hashes, so whoever takes a
-range of hashes from all pieces has the same documents together and can drop repeats with no table of all documents.
+Hashes do not depend on what a text is about, so their order is a shuffle. Equal documents have equal hashes, so a range
+of hashes from all pieces holds all repeats of its documents, which are dropped without a table of all documents.
 """
 
 import collections
@@ -20,7 +20,8 @@ BAD = "lines that cannot be read"
 
 
 def partition(number: int, piece: Piece, options: Options, work: Folder) -> dict[str, Any]:
-    """Read a piece, unless that is done; its receipt says how many documents were dropped for which reason.
+    """Read a piece, unless that is done. Returns its receipt: the numbers of documents and bytes that were kept, and of
+    documents that were dropped for each reason.
 
     Raises:
       DataError: see ``documents``.
@@ -54,7 +55,8 @@ def partition(number: int, piece: Piece, options: Options, work: Folder) -> dict
 
 
 def part(number: int, what: str) -> str:
-    """What a piece became: its text, arrays of digests, ends and bands (each ``.npy``), and its receipt, ``json``."""
+    """The name of a file of a piece: ``what`` is ``text``, ``digests.npy``, ``ends.npy``, ``bands.npy``, or ``json``
+    for its receipt."""
     return f"read-{number:06d}.{what}"
 
 

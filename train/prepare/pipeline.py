@@ -1,4 +1,4 @@
-"""A preparation from its options to the manifest, in passes that each go on where a killed one stopped."""
+"""A preparation from its options to the manifest, in passes that each continue where a killed one stopped."""
 
 import collections
 import contextlib
@@ -42,10 +42,10 @@ JOB, LOCK = "job.json", "lock"
 
 
 def prepare(options: Options, report: Report) -> Manifest:
-    """Do what is left to do, and write the manifest.
+    """Do what is left of a preparation, and write its manifest.
 
     Raises:
-      DataError: data that cannot be read, or OUT holds something else.
+      DataError: data cannot be read, or OUT or the folder of --work holds something else.
     """
     out = options.out if is_url(options.out) else str(Path(options.out).absolute())
     place = _work_place(options, out)
@@ -62,7 +62,8 @@ def prepare(options: Options, report: Report) -> Manifest:
         "files": [dataclasses.astuple(file) for file in files],
         "tokenizer": None if vocabulary is None else vocabulary.fingerprint,
     }
-    job = json.loads(json.dumps(job))  # as it will be read back
+    # With the types that it will have when it is read back.
+    job = json.loads(json.dumps(job))
     ready = _finished(options.out, job)
     if ready is not None:
         report.say(f"{options.out}: is prepared already")
@@ -124,7 +125,8 @@ def _make(
             )
         write(shards, TOKENIZER, content)
     drop_partial(shards)
-    write(shards, MANIFEST, manifest.dumps().encode())  # last: where it is, everything is
+    # Written last: a folder with a manifest is complete.
+    write(shards, MANIFEST, manifest.dumps().encode())
     return manifest
 
 
@@ -152,7 +154,7 @@ def _first_pass(
 
 
 def _check_unchanged(options: Options, files: Sequence[File], work: Folder) -> None:
-    """Raise DataError for a file that is another than when the first pass began: some of it was read, some was not."""
+    """Raise DataError for a file that changed since the first pass began, which may have read only a part of it."""
     changed = set(files) - set(find(options.data))
     if changed:
         raise DataError(
@@ -175,7 +177,7 @@ def _manifest(vocabulary: Vocabulary, receipts: Sequence[dict[str, Any]], origin
 
 
 def _finished(out: str, job: dict[str, Any]) -> Manifest | None:
-    """The manifest that is there already. Raises DataError if it is of other data or options."""
+    """The manifest that OUT has already, or None. Raises DataError if it was made from other data or options."""
     filesystem, path = open_filesystem(out)
     try:
         manifest = loads(filesystem.cat_file(f"{path}/{MANIFEST}"), f"{out}/{MANIFEST}")
@@ -190,7 +192,7 @@ def _finished(out: str, job: dict[str, Any]) -> Manifest | None:
 
 
 def _claim(work: Folder, job: dict[str, Any], out: str) -> None:
-    """Note what is being made. Raises DataError if something else is half done there."""
+    """Note in ``work`` which job is being done. Raises DataError if another job is half done there."""
     there = read_json(work, JOB)
     if there == job:
         return
@@ -206,7 +208,7 @@ def _claim(work: Folder, job: dict[str, Any], out: str) -> None:
             f"{out}: a preparation of other data or options is half done: {_difference(there, job)}; give the same "
             f"again to go on with it, or remove {url_of(work)}"
         )
-    # Also over another's that failed before anything was made, as with a wrong --text-key.
+    # This may replace the note of another job that failed before it made anything, as with a wrong --text-key.
     write_json(work, JOB, job)
 
 
@@ -236,7 +238,8 @@ def _name(place: str) -> str:
 
 @contextlib.contextmanager
 def _held(work: Folder) -> Iterator[None]:
-    """One process at a time, of this machine where the folder is elsewhere. Raises DataError for the second."""
+    """Lock a folder for one process at a time; if it is elsewhere, for one of this machine. Raises DataError for the
+    second process."""
     create(work)
     file = (local_path(work) or cache_folder() / "prepare" / _name(url_of(work))) / LOCK
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -13,19 +13,20 @@ from train.prepare.partition import part
 
 PLAN = "plan.json"
 AT_ONCE = 2**22
-"""Documents that are sorted at once, about; some hundred bytes each. Every piece is opened once for so many."""
+"""The approximate number of documents that are sorted at once, at some hundred bytes each. Every piece is opened once
+for each such group."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What becomes of the documents, which are numbered in the order of their hashes.
+    """What is kept and held out of the documents, which are numbered in the order of their hashes.
 
     Attributes:
-      documents: how many each bucket keeps.
-      heldout: so many of the first are held out.
-      cut: if not 0, no document is held out but this share of each, its end.
-      duplicates: documents that equal one in another piece.
-      near: documents that nearly equal an earlier one.
+      documents: the number of documents that each bucket keeps.
+      heldout: the number of documents that are held out, which are the first ones.
+      cut: if not 0, no whole document is held out, but this share at the end of each.
+      duplicates: the number of documents that equal one in another piece.
+      near: the number of documents that nearly equal an earlier one.
     """
 
     documents: tuple[int, ...]
@@ -48,11 +49,11 @@ def make_plan(
     """Count what is kept and list it for each bucket, unless that is done.
 
     Args:
-      documents: how many each piece has.
-      num_buckets: into how many ranges hashes are cut, a power of two.
-      held_out: share of the documents that are held out.
+      documents: the number of documents of each piece.
+      num_buckets: the number of ranges into which hashes are cut, a power of two.
+      held_out: the share of the documents that is held out.
       find_near: whether near duplicates are dropped.
-      work: where the pieces are.
+      work: the folder with the files of the pieces.
     """
     if (there := read_json(work, PLAN)) is not None:
         return Plan(**{**there, "documents": tuple(there["documents"])})
@@ -81,7 +82,8 @@ def make_plan(
 
 
 def listed(bucket: int) -> str:
-    """The array of a bucket's documents in the order of their hashes, int64 [n, 3]: piece, where it begins and ends."""
+    """The name of the file with a bucket's documents in the order of their hashes, int64 [n, 3]: the piece, and the
+    bytes of its text at which the document begins and ends."""
     return f"bucket-{bucket:06d}.npy"
 
 
@@ -93,16 +95,16 @@ def choose_num_buckets(num_bytes: int, size: float) -> int:
 def _documents(
     buckets: range, num_buckets: int, num_pieces: int, folder: Path
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The documents of neighbouring buckets from all pieces, in the order of their hashes, repeats and all.
+    """The documents of neighbouring buckets from all pieces, in the order of their hashes, including repeats.
 
     Returns:
-      digests, uint64 [n, 2]; and where they are, int64 [n, 3], as ``listed``.
+      digests, uint64 [n, 2]; and the places of the documents, int64 [n, 3], as in the files of ``listed``.
     """
     found, places = [], []
     for piece in range(num_pieces):
         digests, ends = (_load(folder, piece, what) for what in ("digests", "ends"))
         first, last = _range(digests[:, 0], buckets, num_buckets)
-        # Copied, as a view would keep the file open: there are thousands.
+        # Copied, because a view would keep the file open, and there are thousands of files.
         found.append(np.array(digests[first:last]))
         cuts = ends[first : last + 1].astype(np.int64)
         places.append(np.stack([np.full(last - first, piece), cuts[:-1], cuts[1:]], axis=-1))
@@ -112,7 +114,7 @@ def _documents(
 
 
 def _range(high: np.ndarray, buckets: range, num_buckets: int) -> tuple[int, int]:
-    """Where the hashes of neighbouring buckets begin and end among sorted ones."""
+    """(begin, end) of neighbouring buckets in ``high``, the sorted first halves of the hashes."""
     width = 2**64 // num_buckets
     first = int(np.searchsorted(high, np.uint64(buckets.start * width)))
     if buckets.stop == num_buckets:

@@ -1,4 +1,4 @@
-"""Rows that an SQL query picks, by DuckDB, which keeps on disk what does not fit into memory."""
+"""Select rows by an SQL query with DuckDB, which keeps on disk what does not fit into memory."""
 
 import glob
 from collections.abc import Sequence
@@ -10,14 +10,15 @@ from train.data.inputs import File
 from train.prepare.files import partial
 
 _UNREAD = (".bz2", ".xz", ".parquet.gz", ".parquet.zst")
-"""Files that others read and DuckDB does not."""
+"""Endings of files that can be read without a query, but not by DuckDB."""
 
 
 def select(files: Sequence[File], query: str, key: str, work: Path, threads: int) -> Path:
-    """Run a query over the table ``documents``, all rows of the files; its column ``key`` is left as Parquet.
+    """Run a query over the table ``documents``, which holds all rows of the files. Writes the column ``key`` of the
+    result as a Parquet file, whose path it returns.
 
     Raises:
-      DataError: DuckDB is missing, the files are not tables on this machine, or the query fails.
+      DataError: DuckDB is missing, the files are not tables on this machine, or the query fails or gives no such text.
     """
     try:
         import duckdb

@@ -19,18 +19,18 @@ from train.prepare.plan import Plan, listed
 
 END_OF_TEXT = "<|endoftext|>"
 BATCH = 2**20
-"""Bytes of text that are made into tokens at once."""
+"""The approximate number of bytes of text that are turned into tokens at once."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Shop:
-    """What every bucket's work needs.
+    """The inputs that the work on every bucket needs.
 
     Attributes:
-      plan: what is kept.
-      vocabulary: what makes tokens.
-      work: folder of what is half done.
-      out: folder of the shards.
+      plan: which documents are kept.
+      vocabulary: the vocabulary that turns text into tokens.
+      work: the folder of intermediate files.
+      out: the folder of the shards.
     """
 
     plan: Plan
@@ -40,7 +40,8 @@ class Shop:
 
 
 def tokenise(bucket: int, shop: Shop) -> dict[str, Any]:
-    """Make a bucket's shards, unless they are there; its receipt has them by split, and the bytes of text in them."""
+    """Make a bucket's shards, unless they are there. Returns its receipt: the shard of each split or None, and the
+    "bytes" of text in them."""
     receipt = f"bucket-{bucket:06d}.json"
     if (there := read_json(shop.work, receipt)) is not None and _are_there(there, shop.out):
         return there
@@ -62,13 +63,13 @@ def tokenise(bucket: int, shop: Shop) -> dict[str, Any]:
 
 
 def _are_there(receipt: dict[str, Any], out: Folder) -> bool:
-    """Whether a receipt's shards are in this folder: with --work elsewhere they may be in that of another command."""
+    """Whether a receipt's shards are in this folder. With --work elsewhere they may be in another command's OUT."""
     shards = (Shard(**receipt[split]) for split in SPLITS if receipt[split] is not None)
     return all(out.exists(name) for shard in shards for name in (shard.file, shard.index))
 
 
 def bucket_texts(bucket: int, shop: Shop) -> Iterator[tuple[str, bytes]]:
-    """The documents of a bucket that are kept, each with its split."""
+    """Yield (split, text) of each document that a bucket keeps, or of both parts of it if documents are cut."""
     first = shop.plan.first(bucket)
     for number, text in enumerate(_read(bucket, shop.work), first):
         if shop.plan.cut:
@@ -79,7 +80,8 @@ def bucket_texts(bucket: int, shop: Shop) -> Iterator[tuple[str, bytes]]:
 
 
 def _read(bucket: int, work: Folder) -> list[bytes]:
-    """A bucket's documents. Those of a piece lie together, as they are sorted by hash there: they are read at once."""
+    """A bucket's documents. Those of one piece lie together in its file, which is sorted by hash, so that they are read
+    at once."""
     places = np.load(io.BytesIO(work.cat_file(listed(bucket))))
     found: list[bytes] = [b""] * len(places)
     order = np.argsort(places[:, 0], kind="stable")
@@ -93,7 +95,7 @@ def _read(bucket: int, work: Folder) -> list[bytes]:
 
 
 class Writer:
-    """A shard that grows; nothing is there under its name, which ends in .bin, before ``close``."""
+    """Writes a shard. The file gets its name, which ends in .bin, only in ``close``."""
 
     def __init__(self, folder: Folder, name: str, dtype: np.dtype):
         self._folder, self._name, self._dtype = folder, name, dtype.newbyteorder("<")
@@ -109,7 +111,7 @@ class Writer:
             self._ends.append(self._ends[-1] + len(tokens))
 
     def close(self) -> Shard | None:
-        """Give the file its name, and the index; None if there are no documents."""
+        """Give the file its name and write its index. Returns the shard, or None if there are no documents."""
         settle(self._file)
         self._file.close()
         if len(self._ends) == 1:
@@ -131,15 +133,16 @@ class Writer:
 def train_tokenizer(shop: Shop, size: int, sample: float) -> Vocabulary:
     """A byte-pair tokenizer (Sennrich et al., arXiv:1508.07909) over bytes, learnt from documents to train on.
 
-    Hashes order documents, so the first of them are a fair sample.
+    Documents are in the order of their hashes, so the first of them are a fair sample.
 
     Args:
-      shop: the documents; its vocabulary is not looked at.
-      size: tokens at most.
-      sample: bytes of text at most, but for the last document.
+      shop: the documents; its vocabulary is not used.
+      size: the largest number of tokens.
+      sample: the bytes of text to learn from; the document that reaches this number is the last.
 
     Returns:
-      its vocabulary; the tokenizer is in the folder of what is half done, and one that is there already is taken.
+      The vocabulary of the tokenizer, whose file is in the folder of intermediate files. A file that is there already
+      is used.
     """
     tokenizers = import_tokenizers()
     if not shop.work.exists(TOKENIZER):

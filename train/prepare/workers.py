@@ -1,4 +1,4 @@
-"""Work shared out to processes, with what is done shown as it comes."""
+"""Distribute work to processes, and show its progress."""
 
 import concurrent.futures
 import contextlib
@@ -16,21 +16,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from train.data import DataError
 
 ShareOut = Callable[[Callable[..., Any], Sequence[tuple]], Iterator[tuple[int, Any]]]
-"""What ``share_out`` does with its workers, or a cluster with its nodes (``train.prepare.cluster``)."""
+"""A function that runs jobs like ``share_out``, by workers or by the nodes of a cluster (``train.prepare.cluster``)."""
 
 
 def share_out(
     function: Callable[..., Any], jobs: Sequence[tuple], num_workers: int
 ) -> Iterator[tuple[int, Any]]:
-    """(number, result) of every job as they are done; in this process if there is one worker.
+    """Run all jobs and yield (number, result) of each when it is done; in this process if one worker or job is all.
 
     Raises:
-      DataError: a worker was killed; what else ``function`` raises.
+      DataError: a worker was killed. Errors of ``function`` are raised as they are.
     """
     if num_workers == 1 or len(jobs) < 2:
         yield from ((number, function(*job)) for number, job in enumerate(jobs))
         return
-    context = multiprocessing.get_context("spawn")  # nothing of this process's threads in the others
+    # Not forked: a fork would inherit locks that threads of this process hold.
+    context = multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(num_workers, context, _end_with_parent) as pool:
         numbers = {pool.submit(function, *job): number for number, job in enumerate(jobs)}
         try:
@@ -46,7 +47,7 @@ def share_out(
 
 
 def versions() -> dict[str, str]:
-    """Of all that could make other bytes of the same text."""
+    """The versions of Python and of all packages that could make other bytes of the same text."""
     found = {"python": platform.python_version()}
     for name in ("numpy", "tokenizers", "pyarrow", "duckdb"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -55,7 +56,7 @@ def versions() -> dict[str, str]:
 
 
 class Report:
-    """What is said while it runs: a bar for each pass on a terminal, elsewhere a line when it is done."""
+    """Prints the progress: a bar for each pass on a terminal, elsewhere a line for each tenth of a pass."""
 
     def __init__(self, console: Console):
         self._console = console
@@ -64,7 +65,7 @@ class Report:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def follow(self, what: str, results: Iterator[tuple[int, Any]], total: int) -> dict[int, Any]:
-        """All results by their numbers."""
+        """All results by their numbers, with the progress shown while they arrive."""
         found = {}
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
         with Progress(*columns, console=self._console, disable=not self._console.is_terminal) as progress:
@@ -79,7 +80,7 @@ class Report:
 
 
 def _end_with_parent() -> None:
-    """A worker whose parent was killed would wait for work for ever."""
+    """End this worker when its parent ends: after a kill of the parent it would wait for work forever."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 
