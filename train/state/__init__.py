@@ -1,1 +1,1 @@
-"""The state of training: what it is made of, where it lies, how it is saved and comes back."""
+"""The state of training: its arrays, their placement on devices, and how it is saved and restored."""

@@ -1,9 +1,9 @@
-"""Checkpoints: the canonical state and the facts about it, written by Orbax, believed only when proved.
+"""Checkpoints: the canonical state and the facts about it, written by Orbax and verified when they are read.
 
-Orbax writes a step beside its place and renames it when it is whole, so a process that is killed leaves the steps
-before. But it does not notice bits that flipped on the disk, loads other dtypes without a word, and takes old steps
-away file by file, so that a kill may leave half of one. Hence a fingerprint of every array, taken on the devices
-before writing and compared after reading, and a hash of what is written beside them.
+Orbax writes a step under a temporary name and renames it when it is complete, so a killed process leaves the earlier
+steps. But Orbax does not notice bits that flipped on the disk, loads other dtypes without a warning, and deletes old
+steps file by file, so that a kill may leave half of one. Hence every array has a fingerprint, which is computed on the
+devices before writing and compared after reading, and the facts have a hash.
 """
 
 import contextlib
@@ -33,32 +33,32 @@ from train.state.fingerprint import fingerprints
 from train.state.layout import Layout, TrainState
 
 FOLDER = CHECKPOINTS
-"""Of a run's folder."""
+"""Name of the folder of checkpoints within a run's folder."""
 
 ASIDE = "damaged"
-"""Folder beside it for steps that could not be used, which are kept for whoever wants to know why."""
+"""Name of the folder, within a run's folder, for steps that could not be used; they are kept to find out why."""
 
 PATIENCE = 600
 """Seconds after which a save that has not ended is given up."""
 
 
 AGAIN = 30
-"""Seconds after which a save that failed is tried again, though none is due."""
+"""Seconds after which a save that failed is tried again, even if no checkpoint is due."""
 
 MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
-"""Errors of a checkpoint that is not whole; others are of the disk or the network, and may pass."""
+"""Error numbers of a checkpoint that is not whole; all others are of the disk or the network, and may be temporary."""
 
 WAITS = (0.5, 2.0, 8.0)
-"""Seconds before a checkpoint that could not be read is read again."""
+"""Seconds to wait before each further attempt to read a checkpoint that could not be read."""
 
 
 class Verdict(NamedTuple):
     """Whether a step can be used.
 
     Attributes:
-      step: which.
-      problem: what is wrong with it; None if it is whole.
-      facts: what is written about it, as far as it can be read.
+      step: the number of the step.
+      problem: what is wrong with it, in words; None if it is whole.
+      facts: the facts stored with it, as far as they can be read.
     """
 
     step: int
@@ -67,15 +67,15 @@ class Verdict(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints of one run. Enter it: leaving waits for what is still being written.
+    """The checkpoints of one run; a context manager whose end waits for what is still being written.
 
     Args:
-      folder: of the run.
-      config: when, and what to keep.
-      layout: of the state.
-      facts: of the run; see ``train.state.facts.describe``.
-      say: called with what a user should know.
-      processes: all of which write and read.
+      folder: the folder of the run.
+      config: when to save, and which checkpoints to keep.
+      layout: the layout of the state.
+      facts: the facts of the run; see ``train.state.facts.describe``.
+      say: called with messages for the user.
+      processes: the processes of the run, all of which write and read.
     """
 
     def __init__(
@@ -97,11 +97,11 @@ class Checkpoints:
         self.seconds = 0.0
         """Seconds for which the latest save kept the run waiting."""
         self.restored: Facts = {}
-        """What is written about the step that was restored."""
+        """The facts stored with the step that was restored."""
         self._store = self._open()
 
     def due(self, step: int) -> bool:
-        """Whether a step that is done should be saved: by what the options say of steps and minutes, or once more."""
+        """Whether a finished step should be saved: by the options' steps and minutes, or because a save has failed."""
         every, minutes = self._config.every, self._config.minutes
         if self._failing and time.monotonic() - self._last_time >= AGAIN:
             return True
@@ -117,9 +117,10 @@ class Checkpoints:
         balance: Any = None,
         carried: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin to write a step; the run goes on as soon as the arrays are copied. See ``at_step``.
+        """Begin to write a step, and return as soon as the arrays are copied. For the arguments see ``at_step``.
 
-        That the disk is full, or the like, is said and costs no more than this checkpoint.
+        A failure, such as a full disk, is only reported and costs this checkpoint alone. With several processes it
+        raises CheckpointError.
         """
         began = time.monotonic()
         self.wait()
@@ -133,7 +134,7 @@ class Checkpoints:
         self.seconds = self._last_time - began
 
     def wait(self) -> None:
-        """Until nothing is being written any more."""
+        """Wait until nothing is being written any more."""
         if self._writing is None:
             return
         step, writing = self._writing
@@ -156,12 +157,12 @@ class Checkpoints:
             )
 
     def restore(self) -> TrainState | None:
-        """The newest whole step as the run's state; None where nothing was ever saved.
+        """The run's state of the newest whole step; None if nothing was ever saved.
 
-        Steps that prove damaged are put aside, with a word.
+        Newer steps, which are damaged, are put aside, with a warning.
 
         Raises:
-          CheckpointError: what is there is of another run, or nothing of it is whole.
+          CheckpointError: the checkpoints are of another run or cannot be read, or none of them is whole.
         """
         steps: list[int] = self._processes.first(
             lambda: sorted((stored.step for stored in self._store.checkpoints), reverse=True)
@@ -193,7 +194,8 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._quiet:
             if self._processes.count > 1 and kind is not None and not issubclass(kind, Stopped):
-                return  # whoever else writes may be gone, and never come to an end
+                # Another process that writes may be gone, and then waiting would never end.
+                return
             self.wait()
             self._store.close()
 
@@ -201,7 +203,8 @@ class Checkpoints:
         folder = self._folder / FOLDER
         try:
             folder.mkdir(exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()  # a folder that is only to be read is found out now
+            # Fails now if the folder is read-only.
+            tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             raise CheckpointError(f"cannot write into {folder}: {error.strerror or error}") from None
         with quiet():
@@ -212,7 +215,8 @@ class Checkpoints:
         return self._layout.canonical
 
     def _failed(self, step: int, error: Exception) -> None:
-        if self._processes.count > 1:  # the others know nothing of it
+        # The other processes do not know of the failure.
+        if self._processes.count > 1:
             raise CheckpointError(f"step {step} could not be saved: {reason(error)}") from error
         if not self._failing:
             self._say(
@@ -220,20 +224,24 @@ class Checkpoints:
             )
         self._failing = True
         for thread in threading.enumerate():
-            if type(thread).__module__.startswith("orbax."):  # it waits for none after the first that failed
-                threading.Thread.join(thread, PATIENCE)  # its own would raise the same again
-        with contextlib.suppress(Exception):  # it says the same again
+            # After the first thread that failed Orbax waits for no others.
+            if type(thread).__module__.startswith("orbax."):
+                # Orbax's own ``join`` would raise the same error again.
+                threading.Thread.join(thread, PATIENCE)
+        # ``close`` raises the same error again.
+        with contextlib.suppress(Exception):
             self._store.close()
         self._store = _store(self._folder / FOLDER, self._config)
 
     def _put_aside(self, whole: int) -> None:
-        """Move what is newer than the step that is whole: it will be written again, which Orbax would refuse.
+        """Move all steps newer than the whole one: they will be written again, and Orbax does not overwrite a step.
 
-        That is more than what it lists: it overlooks the remains of a step that it was taking away.
+        They are listed from the folder, because Orbax does not list the remains of a step that it was deleting.
         """
         folder, aside = self._folder / FOLDER, self._folder / ASIDE
         newer = [path for path in folder.iterdir() if path.name.isdigit() and int(path.name) > whole]
-        self._processes.meet()  # everybody has looked
+        # Until here all processes list the folder as it was.
+        self._processes.meet()
         if not newer:
             return
         if self._processes.leads:
@@ -247,7 +255,7 @@ class Checkpoints:
 
 
 def verify(folder: Path) -> Iterator[Verdict]:
-    """Read every step of a run, oldest first, and compare its fingerprints; on one device, whatever wrote it.
+    """Read every step of a run, oldest first, and compare its fingerprints; on one device, whatever devices wrote it.
 
     Raises:
       CheckpointError: there is no checkpoint.
@@ -282,10 +290,10 @@ def _read(
     describe: Callable[[Facts], Mapping[str, Any]],
     any_problem: Callable[[str | None], str | None] = lambda problem: problem,
 ) -> tuple[Verdict, dict[str, jax.Array]]:
-    """Load a step and prove it.
+    """Load a step and verify it. Returns its verdict and its arrays, {} unless it is whole.
 
-    ``describe`` says from its facts what arrays to expect, or raises; ``any_problem`` of this process's problem is
-    that of any process. All read again together: in Orbax they wait for each other.
+    ``describe`` returns the arrays to expect, from the step's facts, or raises. ``any_problem`` turns the problem of
+    this process into one of any process. All processes repeat a read together: in Orbax they wait for each other.
     """
     facts: Facts = {}
     flat: dict[str, jax.Array] = {}
@@ -302,7 +310,8 @@ def _read(
                     flat = store.load(step, describe(facts))
             except CheckpointError:
                 raise
-            except Exception as error:  # whatever half a folder or a flipped bit makes Orbax raise
+            # Half a folder or a flipped bit makes Orbax raise errors of many types.
+            except Exception as error:
                 if _may_pass(error):
                     passing = reason(error)
                 else:
@@ -329,7 +338,8 @@ def _read(
 
 def _store(folder: Path, config: CheckpointConfig, *, clean: bool = True) -> Any:
     context = ocp.Context()
-    context.array.saving.use_replica_parallel = False  # or the first save compiles a slice for every shape
+    # With True the first save compiles a slice for every shape.
+    context.array.saving.use_replica_parallel = False
     context.asynchronous.timeout_secs = PATIENCE
     keep = ocp.training.preservation_policies
     kept = [keep.LatestN(config.keep)]
@@ -340,9 +350,11 @@ def _store(folder: Path, config: CheckpointConfig, *, clean: bool = True) -> Any
             folder.absolute(),
             context=context,
             preservation_policy=keep.AnyPreservationPolicy(kept),
-            cleanup_tmp_directories=clean,  # of whoever is writing, too
+            # This also deletes the folders of a process that is writing.
+            cleanup_tmp_directories=clean,
         )
-    except (TypeError, ValueError) as error:  # of one step's file; Orbax does not say of which
+    # One step's file is damaged; Orbax does not tell which.
+    except (TypeError, ValueError) as error:
         raise CheckpointError(
             f"{folder}: the _CHECKPOINT_METADATA of a step is damaged: {reason(error)}; move that step out of it, the "
             "newest one first"
@@ -350,7 +362,8 @@ def _store(folder: Path, config: CheckpointConfig, *, clean: bool = True) -> Any
 
 
 def _may_pass(error: BaseException | None) -> bool:
-    """Whether input and output failed, or waiting for another process did, rather than what is there is wrong."""
+    """Whether an error may be temporary: input, output or the wait for another process failed, and what is stored may
+    be whole."""
     while error is not None:
         if isinstance(error, TimeoutError):
             return True

@@ -1,4 +1,4 @@
-"""What is written down beside a checkpoint's arrays, and whether a run may go on from them."""
+"""The facts that are stored with a checkpoint's arrays, and whether a run may go on from them."""
 
 import dataclasses
 import datetime
@@ -16,12 +16,12 @@ from train.errors import CheckpointError
 from train.options import in_todays_sections, plain
 
 FORMAT = 1
-"""Of what is written: raised when an older reader would misread it."""
+"""The number of the format of checkpoints; raised when an older reader would misread them."""
 
 ANY_ORDER = "in any order"
 
 LAYOUT = ("schedule", "pp", "ep", "dp", "shard")
-"""Options of a step that say where its state lies."""
+"""Options of a step that determine where its state is placed."""
 
 Facts = dict[str, Any]
 
@@ -34,14 +34,14 @@ def describe(
     tokenizer: str = "bytes",
     separator: int = 0,
 ) -> Facts:
-    """All that is the same for every step of a run; values for JSON.
+    """The facts that are the same for every step of a run, as JSON values.
 
     Args:
       config: the options.
-      numbers: of the model.
-      corpus: the fingerprint of what is read.
-      arrays: name -> what has a shape and a dtype.
-      tokenizer: what makes tokens.
+      numbers: the configuration of the model.
+      corpus: the fingerprint of the corpus.
+      arrays: name -> an array, or anything else with its shape and dtype.
+      tokenizer: the fingerprint of the vocabulary.
       separator: the token that ends a text.
     """
     return {
@@ -49,7 +49,8 @@ def describe(
         "model": {
             field.name: getattr(numbers, field.name)
             for field in dataclasses.fields(numbers)
-            if field.name != "compute_dtype"  # may change from one day to the next
+            # It may change when a run is resumed.
+            if field.name != "compute_dtype"
         },
         "arrays": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in arrays.items()},
         "corpus": corpus,
@@ -64,7 +65,7 @@ def describe(
 
 
 def _sums(config: TrainConfig) -> dict[str, str]:
-    """In which order a GPU adds; nothing of other devices, which have one."""
+    """The order in which a GPU adds; {} for other devices, which always add in one order."""
     if jax.devices()[0].platform != "gpu":
         return {}
     return {"sums": "in one order" if config.launch.deterministic else ANY_ORDER}
@@ -82,13 +83,13 @@ def at_step(
     """The facts of one step.
 
     Args:
-      facts: those of the run.
-      step: steps done.
+      facts: the facts of the run.
+      step: the number of steps done.
       prints: the fingerprint of each array.
       record: the step's line in the metrics.
       load: int [layers, experts], how often the step chose each expert.
-      balance: what --rebalance-every goes on from.
-      carried: what else the run goes on from, whatever becomes of its other files.
+      balance: the values with which --rebalance-every is resumed.
+      carried: all other values with which the run is resumed, even if its other files are lost.
     """
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     found = facts | {
@@ -111,14 +112,14 @@ MUST_AGREE = {
     "tokenizer": "the tokenizer",
     "seed": "the seed",
 }
-"""What a run may not change when it goes on."""
+"""Facts that must not change when a run is resumed -> their names in messages."""
 
 NOT_BITWISE = {"layout": "layout", "platform": "hardware", "versions": "versions"}
-"""What may change, and with it the last bits of every number."""
+"""Facts that may change, and with them the last bits of every number -> their names in messages."""
 
 
 def refuse_foreign(saved: Facts, ours: Facts, where: str) -> None:
-    """Raise CheckpointError, naming all that differs, where a run may not go on from what is saved."""
+    """Raise CheckpointError, which names all that differs, if a run may not go on from the saved checkpoint."""
     wrong = [
         f"{what} differs: {difference(saved.get(key), ours[key])}"
         for key, what in MUST_AGREE.items()
@@ -132,7 +133,7 @@ def refuse_foreign(saved: Facts, ours: Facts, where: str) -> None:
 
 
 def changes(saved: Facts, ours: Facts) -> list[str]:
-    """What else differs, in words: that which keeps the run from going on bit for bit, then changed options."""
+    """All other differences, in words: first those that prevent equal bits from here on, then changed options."""
     found = [
         f"not bit for bit: {what} changed, {difference(saved.get(key), ours[key])}"
         for key, what in NOT_BITWISE.items()
@@ -140,7 +141,7 @@ def changes(saved: Facts, ours: Facts) -> list[str]:
     ]
     if saved.get("platform") == ours["platform"] and ours["platform"].get("sums") == ANY_ORDER:
         found.insert(0, "not bit for bit: this GPU adds in any order; a run with --deterministic adds in one")
-    # An option that there was not yet had what is the default now.
+    # An option that did not exist yet had today's default.
     before = _leaves(plain(TrainConfig())) | _leaves(in_todays_sections(saved.get("options", {})))
     now = _leaves(ours["options"])
     options = [name for name in now if before[name] != now[name] and not name.startswith(_SILENT)]
@@ -150,7 +151,8 @@ def changes(saved: Facts, ours: Facts) -> list[str]:
 
 
 _SILENT = ("name", "runs", "checkpoint.", "log.", "launch.", *(f"step.{name}" for name in LAYOUT))
-"""Options that change nothing, or are spoken of as the layout."""
+"""Beginnings of the names of options whose changes are not listed: they do not change results, or are reported as the
+layout."""
 
 
 def difference(before: Any, now: Any) -> str:

@@ -1,4 +1,4 @@
-"""A checksum of arrays that no mesh changes: computed where they lie, in one pass, before and after the disk."""
+"""A checksum of arrays, the same on every mesh, computed on their devices in one pass before and after the disk."""
 
 import functools
 import math
@@ -13,10 +13,11 @@ _BITS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}
 
 
 def fingerprint(array: jax.Array) -> jax.Array:
-    """The sum of an array's words, each times an odd number of its place, modulo 2^32: uint32.
+    """The sum of an array's words, each times the odd number 2 * place + 1, modulo 2^32: uint32.
 
-    Any one flipped bit changes it, for an odd factor loses none. Words are of the dtype's width, 64 bits are two.
-    Integer addition has no order, so the result is the same however the array is cut.
+    Any single flipped bit changes it, because multiplication by an odd factor loses no bit. Words have the dtype's
+    width; values of 64 bits are two words. The order of integer addition does not matter, so the result is the same
+    however the array is sharded.
     """
     bits = array.astype(jnp.uint8) if array.dtype == jnp.bool_ else array
     bits = jax.lax.bitcast_convert_type(bits, _BITS[bits.dtype.itemsize]).astype(jnp.uint32)
@@ -38,7 +39,7 @@ def fingerprints(arrays: dict[str, jax.Array]) -> dict[str, int]:
 
 
 def fingerprint_on_host(array: np.ndarray) -> int:
-    """``fingerprint`` of an array that no device is to hold."""
+    """``fingerprint`` of an array that is not put on a device."""
     words = np.ascontiguousarray(array).reshape(-1)
     words = words.view(f"u{min(words.dtype.itemsize, 4)}")
     total = 0
@@ -50,7 +51,7 @@ def fingerprint_on_host(array: np.ndarray) -> int:
 
 
 _SOME = 1 << 20
-"""Words at a time, which stay in a cache."""
+"""The number of words that are summed at a time, few enough to stay in a cache."""
 
 
 @functools.cache

@@ -1,9 +1,9 @@
-"""The state of training: what it is made of, where it lies, and its form on disk.
+"""The state of training: its arrays, where they are placed, and their form on disk.
 
-All that the trainer knows of the form of a parameter tree stands here. Two forms: *placed*, stages on the ranks that
-work with them, as the engine wants it; and *canonical*, a flat dict of arrays by name, layers in model order, the
-same for every schedule and mesh. Placed trees of different schedules have equal shapes, so a placed tree written to
-disk would come back as another model under another schedule, silently.
+All that the trainer knows about the form of a parameter tree is in this module. There are two forms: *placed*, with
+stages on the ranks that compute them, as the engine needs it; and *canonical*, a flat dict of arrays by name with
+layers in model order, the same for every schedule and mesh. Placed trees of different schedules have equal shapes, so a
+placed tree that is written to disk would be read as another model under another schedule, without an error.
 """
 
 import dataclasses
@@ -33,9 +33,9 @@ class TrainState(NamedTuple):
     """All that a step reads and replaces.
 
     Attributes:
-      step: int32, steps done.
-      params: as the engine takes them.
-      opt_state: of the trainable part of params alone.
+      step: int32, the number of steps done.
+      params: the parameters, as the engine takes them.
+      opt_state: the optimizer's state, of the trainable part of params alone.
     """
 
     step: jax.Array
@@ -45,14 +45,15 @@ class TrainState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where a state lies: enough to make one, to describe one, and to bring one to its canonical form and back.
+    """How states are placed on devices. It makes states, describes them, and converts them to the canonical form and
+    back.
 
     Attributes:
-      model: the plain functions, and the specs of their parameters.
-      schedule: says where stages live.
-      mesh: of devices, or an abstract one, which is enough for all but ``init``.
-      optimizer: whose state belongs to the parameters.
-      shard: what is shared out where devices would hold the same; see ``train.state.sharing``.
+      model: the model's functions, and the specs of its parameters.
+      schedule: the schedule, which determines the ranks of the stages.
+      mesh: a mesh of devices, or an abstract one, which is enough for all but ``init``.
+      optimizer: the optimizer whose state belongs to the parameters.
+      shard: what is sharded over devices that would hold the same; see ``train.state.sharing``.
     """
 
     model: models.Model
@@ -62,25 +63,25 @@ class Layout:
     shard: Shard = "nothing"
 
     def init(self, key: jax.Array) -> TrainState:
-        """The state before the first step, each device making its own part; the same on every mesh."""
+        """The state before the first step, with the same values on every mesh. Each device makes its own part."""
         return self.initializer(key)
 
     @functools.cached_property
     def initializer(self) -> Callable[[jax.Array], TrainState]:
-        """``init`` as the program that it is."""
+        """``init`` as a jitted function."""
         on_cpu = self.mesh.devices.flat[0].platform == "cpu"
-        # Run once: there, random bits take the compiler half a second a leaf, most of it to make them quick.
+        # It runs once. On CPU, random bits take half a second per leaf to compile, most of it for optimisation.
         options = {"xla_backend_optimization_level": "0"} if on_cpu else None
         return jax.jit(self._make, out_shardings=shardings(self.abstract), compiler_options=options)
 
     @functools.cached_property
     def abstract(self) -> TrainState:
-        """The same as ShapeDtypeStructs with shardings; nothing is computed."""
+        """A state as ShapeDtypeStructs with shardings; nothing is computed."""
         return abstract_state(self._described(self.storage_specs), self.optimizer, self.shard)
 
     @functools.cached_property
     def storage_specs(self) -> Tree:
-        """How the ``Pipeline`` of any step is to find parameters stored; None: as they are used."""
+        """The specs by which parameters are stored, for the ``Pipeline`` of a step; None: as they are used."""
         return storage_specs(trainable(self._described(None))) if self.shard == "parameters" else None
 
     def _described(self, stored: Tree) -> Tree:
@@ -97,9 +98,10 @@ class Layout:
 
     @functools.cached_property
     def canonical(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Names, shapes and dtypes of the canonical form, and where it lies on this mesh.
+        """Names, shapes, dtypes and shardings of the canonical form on this mesh.
 
-        Layers are shared out over pp if they can be, and experts as they are; all else lies as it is placed.
+        Layers are sharded over pp if it divides their number, and experts as in the placed form; everything else has
+        the sharding of the placed form.
         """
         named = _open(self.abstract)
         shapes = jax.eval_shape(self._to_canonical, self.abstract)
@@ -110,7 +112,7 @@ class Layout:
         }
 
     def plain(self, state: TrainState) -> TrainState:
-        """The state with every expert once, in order: as it is."""
+        """The state with every expert once, in order; for this class ``state`` itself."""
         return state
 
     @functools.cached_property
@@ -136,7 +138,7 @@ class Layout:
                 return node
             return _to_layers(node, self.schedule.placement, self.model.layout.rows)
 
-        # Copied, for what a jitted function returns unchanged is its very argument, which the next step takes over
+        # Copied, because a jitted function returns an unchanged argument as the same buffer, which the next step reuses
         # while it is still being written.
         return jax.tree.map(jnp.copy, _flatten(jax.tree.map(layers, _open(state), is_leaf=_is_placed)))
 
@@ -148,7 +150,7 @@ class Layout:
 
         named = _open(self.abstract)
         skeleton = jax.tree.map(self._layer_shardings, named, is_leaf=_is_placed)
-        # Copied: not what is read into.
+        # Copied, so as not to return the buffers that were read.
         found = tree_map_with_path(lambda path, _: jnp.copy(flat[_name(path)]), skeleton)
         return _close(jax.tree.map(stages, named, found, is_leaf=_is_placed), self.optimizer)
 
@@ -169,14 +171,14 @@ class Layout:
 
 
 def fresh(params: Tree, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state of placed parameters before the first step, real or traced."""
+    """The state before the first step, from placed parameters, which may be arrays or tracers."""
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(trainable(params)))
 
 
 def init_state(params: Tree, optimizer: optax.GradientTransformation) -> TrainState:
-    """``fresh`` with every array where it belongs; params, which are placed already, are used as they are.
+    """``fresh`` with every array on its devices; params, which are placed already, are used as they are.
 
-    Arrays that belong to a parameter lie where it lies; counters lie everywhere.
+    The optimizer's arrays of a parameter have its sharding; counters are replicated.
     """
     lies = shardings(abstract_state(params, optimizer))._replace(params=None)
     rest = jax.jit(lambda params: fresh(params, optimizer)._replace(params=None), out_shardings=lies)
@@ -186,9 +188,9 @@ def init_state(params: Tree, optimizer: optax.GradientTransformation) -> TrainSt
 def abstract_state(
     params: Tree, optimizer: optax.GradientTransformation, shard: Shard = "nothing"
 ) -> TrainState:
-    """What ``init_state`` makes, as ShapeDtypeStructs with shardings, from params that are described so.
+    """The result of ``init_state`` as ShapeDtypeStructs with shardings, from params of the same kind.
 
-    With ``shard`` "optimizer" what belongs to a parameter is shared out further than that.
+    With ``shard`` "optimizer" the optimizer's arrays are sharded further than their parameters.
     """
     mesh = jax.tree.leaves(params)[0].sharding.mesh
     state = jax.eval_shape(lambda params: fresh(params, optimizer), params)
@@ -205,12 +207,12 @@ def abstract_state(
 
 
 def trainable(params: Tree) -> Tree:
-    """The part of params that the optimizer owns; None stands where the rest was."""
+    """The part of params that the optimizer owns, with None in place of the rest."""
     return tree_map_with_path(lambda path, leaf: None if DictKey("routing") in path else leaf, params)
 
 
 def without_biases(state: TrainState) -> TrainState | None:
-    """The state with selection biases of zero, for routers that have none; None where they are zero already."""
+    """The state with selection biases of zero, for routers that have none; None if they are zero already."""
 
     def is_bias(path: KeyPath) -> bool:
         return DictKey("routing") in path and DictKey("bias") in path
@@ -240,7 +242,8 @@ def _is_placed(node: Tree) -> bool:
 
 
 def _open(state: TrainState) -> dict[str, Tree]:
-    """A state by names that outlast the way optax nests its own; all its counters count steps."""
+    """A state as a dict whose names do not depend on how optax nests its state. One counter stands for all of optax's,
+    which all count steps."""
     counts = [count for _, count in optax.tree.get_all_with_path(state.opt_state, "count")]
     moments = {name: optax.tree.get(state.opt_state, name) for name in ("mu", "nu")}
     return {"step": state.step, "params": state.params, **moments, "count": counts[0]}
@@ -254,7 +257,7 @@ def _close(named: dict[str, Tree], optimizer: optax.GradientTransformation) -> T
 
 
 def _to_layers(placed: PlacedStages, placement: Placement, rows: np.ndarray) -> Tree:
-    """Slots of stages, leaves [stages, ...], to layers in model order, leaves [rows, ...]; empty slots are left out."""
+    """Slots of stages, leaves [stages, ...], as layers in model order, leaves [rows, ...], without empty slots."""
     stages = from_placed(placed, placement)
     where = [np.argwhere(rows == row)[0] for row in range(int(rows.max()) + 1)]
 
@@ -268,7 +271,7 @@ def _to_layers(placed: PlacedStages, placement: Placement, rows: np.ndarray) -> 
 
 
 def _to_stages(layers: Tree, placement: Placement, rows: np.ndarray) -> PlacedStages:
-    """The inverse of ``_to_layers``; zeros in empty slots."""
+    """The inverse of ``_to_layers``, with zeros in empty slots."""
 
     def into(leaf: jax.Array, wanted: np.ndarray) -> jax.Array:
         return jnp.take(leaf, np.where(wanted < 0, len(leaf), wanted), axis=0, mode="fill", fill_value=0)

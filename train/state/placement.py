@@ -1,7 +1,7 @@
-"""A run's state with experts in any slots of the devices: how it gets there, back, and from one placement to the next.
+"""States whose experts are in any slots of the devices: how they are made, moved to another placement, and undone.
 
-Checkpoints know nothing of it: the canonical form has every expert once, in order, so that a run may go on under
-another layout, or without placements. What is said here of a state is said by its own tables; see
+The arrays of a checkpoint do not depend on the placement: the canonical form has every expert once, in order, so that a
+run may go on under another layout, or without placements. The placement of a state is read from its own tables; see
 ``models.placement``.
 """
 
@@ -28,7 +28,7 @@ Tree = Any
 
 
 def slots_of(config: TrainConfig, num_experts: int) -> int | None:
-    """How many experts of a layer a device holds, copies included; None if experts lie in order once and for all.
+    """The number of experts of a layer that a device holds, copies included; None if experts always stay in order.
 
     Raises:
       ConfigError: the options' redundant experts do not fit the devices.
@@ -57,8 +57,8 @@ class PlacedLayout(Layout):
     """A layout of states whose experts are placed; ``placed_layout`` makes it.
 
     Attributes:
-      in_order: the same without placements: what the canonical form is made from.
-      num_slots: experts of a layer that a device holds, copies included.
+      in_order: the layout of the same states without placements, from which the canonical form is made.
+      num_slots: the number of experts of a layer that a device holds, copies included.
       near: see ``parallel.share_copies``.
     """
 
@@ -78,16 +78,16 @@ class PlacedLayout(Layout):
 
     @property
     def num_layers(self) -> int:
-        """With experts, modules of multi-token prediction included."""
+        """The number of layers with experts, modules of multi-token prediction included."""
         return int(self.model.layout.rows.max()) + 1
 
     @functools.cached_property
     def start(self) -> Placement:
-        """Where experts lie before anything is known of their loads."""
+        """The placement of experts before anything is known about their loads."""
         return Placement.in_order(self.num_layers, self.num_experts, self.num_devices, self.num_slots)
 
     def init(self, key: jax.Array) -> TrainState:
-        """The state before the first step: the very weights that ``in_order`` begins with."""
+        """The state before the first step, with the same weights as that of ``in_order``."""
         return self._enter(self.in_order.init(key))
 
     @functools.cached_property
@@ -103,11 +103,11 @@ class PlacedLayout(Layout):
         return lambda flat: self._enter(self.in_order.from_canonical(flat))
 
     def plain(self, state: TrainState) -> TrainState:
-        """The state as ``in_order`` has it."""
+        """The state in the form of ``in_order``: every expert once, in order."""
         return self._leave(state, self._moves(self.placement_of(state), self._once), None)
 
     def rebalanced(self, state: TrainState, placement: Placement) -> TrainState:
-        """The state with experts, and what the optimizer knows of them, placed anew; the old one's memory is reused."""
+        """The state with experts and their optimizer state in a new placement; the old state's memory is reused."""
         moves = self._moves(self.placement_of(state), placement)
         return self._rearrange(state, moves, self._tables(placement))
 
@@ -131,7 +131,7 @@ class PlacedLayout(Layout):
         return self._arrive(state, self._moves(self._once, self.start), self._tables(self.start))
 
     def _params(self, key: jax.Array) -> Tree:
-        """Their form; ``init`` makes them."""
+        """Placed parameters, to describe their form; ``init`` makes the real ones."""
         params = models.place_experts(self.model.init(key), self._by_stage(self.start))
         return params | {"stages": to_placed(params["stages"], self.schedule.placement)}
 
@@ -149,7 +149,7 @@ class PlacedLayout(Layout):
         return jax.jit(self._moved(self.abstract), donate_argnums=0, out_shardings=shardings(self.abstract))
 
     def _moved(self, target: TrainState) -> Callable[[TrainState, Tree, Tree | None], TrainState]:
-        """``moved(state, moves, tables)``: in the form of ``target``."""
+        """``moved(state, moves, tables)``: the state after the moves, in the form of ``target``."""
 
         def on_device(leaf: jax.Array, send: jax.Array, take: jax.Array) -> jax.Array:
             # leaf [1, S, ...] of this device; send [1, 1, N, W], take [1, 1, S'].
@@ -165,7 +165,8 @@ class PlacedLayout(Layout):
                 return move(leaf, own["send"], own["take"])
 
             new = map_experts(bring, state, {"stages": moves})
-            # Of what the optimizer does not own it has Nones, by name: the form, not the leaves, tells of tables.
+            # The optimizer's state has a None by name for all that it does not own, such as tables. So its structure
+            # must be that of ``target``; its leaves are the same.
             opt_state = jax.tree.unflatten(
                 jax.tree.structure(target.opt_state), jax.tree.leaves(new.opt_state)
             )
@@ -198,7 +199,7 @@ class PlacedLayout(Layout):
         return dataclasses.replace(placed, local=tuple({"routing": tables} for tables in placed.local))
 
     def _laid(self, arrays: dict[str, np.ndarray], specs: dict[str, PartitionSpec]) -> PlacedStages:
-        """Arrays [stages, ...] in model order on the ranks of their stages."""
+        """Place arrays [stages, ...] in model order on the ranks of their stages."""
 
         def lay(name: str, array: np.ndarray) -> jax.Array:
             return jax.make_array_from_callback(
@@ -212,7 +213,7 @@ class PlacedLayout(Layout):
 
 
 def placed_layout(layout: Layout, num_slots: int, near: bool) -> PlacedLayout:
-    """The layout of the same states with so many slots a device."""
+    """The layout of the same states with ``num_slots`` slots on each device."""
     specs = models.placed_specs(layout.model.param_specs, expert_axis(layout.mesh))
     model = dataclasses.replace(layout.model, param_specs=specs)
     fields = {field.name: getattr(layout, field.name) for field in dataclasses.fields(Layout)}
@@ -227,9 +228,10 @@ def is_placed(params: Tree) -> bool:
 
 
 def num_nodes(mesh: Mesh) -> int:
-    """How many machines, equal shares in a row, the devices of a layer's experts lie on; 1 where they lie otherwise.
+    """The number of machines that have equal shares, in a row, of the devices of a layer's experts; 1 if there is no
+    such division.
 
-    Where the mesh does not say, a process is one.
+    If the mesh has no axis "node", a process counts as a machine.
     """
     if "node" in mesh.shape:
         return mesh.shape["node"]

@@ -1,8 +1,9 @@
-"""What is shared out over devices that would each hold the same: the optimizer's state, or parameters with it.
+"""Sharding over devices that would each hold the same: of the optimizer's state, or of parameters too.
 
-ZeRO (Rajbhandari et al., arXiv:1910.02054): with the optimizer's state alone a device updates its part of a parameter
-and gathers the rest; parameters that are stored alike are gathered once a step, in the dtype that they are used in, and
-their gradients come back reduce-scattered, so that the update asks nobody but for the gradient's norm.
+This is ZeRO (Rajbhandari et al., arXiv:1910.02054). If only the optimizer's state is sharded, a device updates its part
+of a parameter and gathers the rest. Parameters that are sharded too are gathered once a step, in the dtype in which
+they are used, and their gradients are reduce-scattered, so that the update needs no communication except for the
+gradient's norm.
 """
 
 import itertools
@@ -18,19 +19,20 @@ from dualpipe_jax.parallel import PP
 
 Tree = Any
 Shard = Literal["nothing", "optimizer", "parameters"]
-"""What is shared out; each is on top of the one before."""
+"""What is sharded; each value includes those before it."""
 
 _ROWS, _LANES = 16, 128
-"""Of a TPU's tile of bfloat16, in which arrays lie."""
+"""The shape of the tiles in which a TPU stores bfloat16 arrays."""
 
 
 def share_out(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """An array, cut further over all mesh axes over which it is replicated.
+    """The type of an array, sharded further over all mesh axes over which it is replicated, as a type with sharding.
 
-    Along a dim that they divide together, for one collective gathers it then; else along one that those that share a
-    batch divide, or each does. Of several such dims along the longest. Parts that are whole tiles come before all that:
-    of others the TPU compiler makes all-reduces of zeros, twice as dear as a gather. Vectors stay whole, for what they
-    take is not worth collectives of their own; so does what has no such dim. Takes and gives types with shardings.
+    If possible, a dim is cut by all these axes together, because one collective then gathers it; else by all of them
+    except pp, which share a batch; else by single axes. Of several dims that can be cut, the longest is. Cuts into
+    whole tiles are tried before all others: of other parts the TPU compiler makes all-reduces of zeros, twice as
+    expensive as a gather. Vectors stay whole, because their memory is not worth collectives of their own; so do arrays
+    without such a dim.
     """
     mesh, spec = leaf.sharding.mesh, entries(leaf.sharding.spec, leaf.ndim)
     here = list(leaf.sharding.shard_shape(leaf.shape))
@@ -54,10 +56,11 @@ def share_out(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def storage_specs(params: Tree) -> Tree:
-    """``Pipeline.storage_specs`` with which every leaf is stored as ``share_out`` says.
+    """The ``Pipeline.storage_specs`` with which every leaf is stored as ``share_out`` shards it.
 
     Args:
-      params: as the engine places them, types with shardings, as they are used; None for what stays as it is.
+      params: the parameters as the engine places and uses them, as types with shardings; None for leaves that are not
+        sharded further.
     """
     placed: PlacedStages = params["stages"]
 
