@@ -6,26 +6,28 @@ import re
 from dualpipe_jax.inspect.compiler import IN_ORDER
 from train.config import ConfigError, TrainConfig
 
-_PATIENCE = (  # virtual devices share the cores: on a busy machine a collective waits long for the last of them
+# Virtual devices share the cores, so on a busy machine a collective waits long for the last device.
+_PATIENCE = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
 _BFLOAT16 = "--xla_cpu_experimental_ynn_fusion_type="
-"""No YNNPACK: its products of bfloat16 in float32 wait for threads that other devices' permutes hold, for minutes; and
-from JAX 0.11 on XLA leaves it gradients of bfloat16 matrices that it does not take, and then sums them in bfloat16."""
+"""The flag that turns YNNPACK off. Its products of bfloat16 in float32 wait, for minutes, for threads that the permutes
+of other devices hold. And from JAX 0.11 on, XLA leaves gradients of bfloat16 matrices to it that it does not support,
+and then sums them in bfloat16."""
 _DEVICE_COUNT = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 
 
 def set_devices(
     config: TrainConfig, environ: "os._Environ[str] | dict[str, str]" = os.environ, *, num_processes: int = 1
 ) -> None:
-    """For virtual CPU devices, and for sums in a fixed order: say so in the environment, which JAX reads when it is
-    imported.
+    """Ask for virtual CPU devices, or on accelerators for sums in a fixed order, in the environment, which JAX reads
+    when it is imported.
 
-    Several processes share them out equally. A count that is in XLA_FLAGS already stays.
+    Each of several processes gets an equal share of the devices. A count that is in XLA_FLAGS already is kept.
 
     Raises:
-      ConfigError: that count is too small, or they cannot be shared out.
+      ConfigError: that count is too small, or the devices cannot be divided equally among the processes.
     """
     if config.launch.devices != "cpu":
         if config.launch.deterministic:
@@ -46,15 +48,15 @@ def set_devices(
 def make_virtual(
     needed: int, environ: "os._Environ[str] | dict[str, str]" = os.environ, *, bfloat16: bool
 ) -> int:
-    """Ask XLA for virtual CPU devices, unless XLA_FLAGS says how many already; before JAX looks for its devices.
+    """Ask XLA for virtual CPU devices, unless XLA_FLAGS has a count already. Call it before JAX looks for its devices.
 
     Args:
-      needed: how many.
-      environ: the environment.
-      bfloat16: whether anything is computed in it.
+      needed: the number of devices.
+      environ: the environment, which is changed.
+      bfloat16: whether anything is computed in bfloat16.
 
     Returns:
-      How many JAX will find if it finds no accelerator.
+      The number of devices that JAX will find if it finds no accelerator.
     """
     flags = environ.get("XLA_FLAGS", "")
     counts = _DEVICE_COUNT.findall(flags)
@@ -66,7 +68,7 @@ def make_virtual(
 
 
 def too_few_devices(config: TrainConfig, num_found: int, source: str = "JAX finds") -> str:
-    """What to say when dp x pp x ep does not fit."""
+    """The error message if there are too few devices for dp x pp x ep."""
     needed = f"{asked_devices(config)}: needs {config.step.num_devices} devices"
     return f"{needed}, but {source} {num_found}; lower --pp or --ep"
 

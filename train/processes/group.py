@@ -1,4 +1,4 @@
-"""One program in several processes: who writes, who waits for whom, which rows of a batch are whose."""
+"""One program in several processes: which of them writes, who waits for whom, and which rows of a batch each has."""
 
 import contextlib
 import importlib.metadata
@@ -32,14 +32,14 @@ OWN_OPTIONS = ("process_id", "coordinator_bind")
 
 
 class Processes:
-    """This process among the others; alone, every meeting returns at once.
+    """This process as one of several, with methods to communicate; if it is the only one, they return at once.
 
-    Meetings go by number, so all processes must call the same methods in the same order.
+    Calls are matched by number, so all processes must call the same methods in the same order.
 
     Attributes:
-      id: which process this is, from 0.
-      count: how many there are.
-      pulse: its signs of life.
+      id: the number of this process, from 0.
+      count: the number of processes.
+      pulse: the signs of life of this process.
     """
 
     def __init__(self, id: int = 0, count: int = 1, pulse: Pulse | None = None):
@@ -57,12 +57,12 @@ class Processes:
         return console if self.leads else Console(quiet=True)
 
     def meet(self) -> None:
-        """Wait until all processes are here. Runs nothing on a device."""
+        """Wait until all processes have called this. Runs nothing on a device."""
         if self.count > 1:
             coordination.wait_for_all(f"train/{self._number()}")
 
     def first(self, value: Callable[[], Json]) -> Json:
-        """What ``value()`` is on process 0, which alone calls it: something that JSON can hold."""
+        """The result of ``value()`` on process 0, which alone calls it, for all processes: a JSON value."""
         if self.count == 1:
             return value()
         key = f"train/{self._number()}"
@@ -72,14 +72,14 @@ class Processes:
 
     @contextlib.contextmanager
     def entering(self, context: AbstractContextManager[Path]) -> Iterator[Path]:
-        """The path of a context that process 0 alone enters."""
+        """Yield the path that a context yields, which process 0 alone enters, on all processes."""
         with context if self.leads else contextlib.nullcontext(Path()) as path:
             yield Path(self.first(lambda: str(path)))
 
     def decide(self, asked: Json) -> Json:
-        """What process 0 asks for, once a step and after the step's own collectives: clocks differ.
+        """The value of ``asked`` on process 0: a JSON value; tuples become lists.
 
-        Something that JSON can hold; tuples become lists.
+        All processes decide by it, because their clocks differ. Call it once a step, after the step's own collectives.
         """
         if self.count == 1:
             return asked
@@ -87,12 +87,12 @@ class Processes:
         name = "train/decision/{}".format
         if self.leads:
             coordination.tell(name(self._decisions), json.dumps(asked))
-            # That all have done this step says that all have heard of the one before.
+            # All processes have finished this step, so all have read the decision before.
             coordination.forget(name(self._decisions - 1))
         return json.loads(coordination.hear(name(self._decisions)))
 
     def gather(self, value: Json) -> list[Json]:
-        """Every process's value on process 0, in their order; [] on the others. Something that JSON can hold."""
+        """The values of all processes, in their order, on process 0; [] on the others. A value is a JSON value."""
         if self.count == 1:
             return [value]
         key = f"train/{self._number()}"
@@ -104,12 +104,12 @@ class Processes:
         return [value, *others]
 
     def agree(self, facts: Mapping[str, str]) -> None:
-        """Return if all processes have the same facts.
+        """Check that all processes have the same facts.
 
-        Nothing else would tell: arrays that differ from process to process raise nothing.
+        Nothing else would notice: JAX raises no error for arrays that differ from process to process.
 
         Raises:
-          ConfigError: on every process, naming what differs and on whom.
+          ConfigError: on every process, if facts differ; it names them and the process.
         """
         found = self.gather(dict(facts))
         verdict = self.first(lambda: "\n".join(differences(found)))
@@ -117,29 +117,29 @@ class Processes:
             raise ConfigError(f"the processes would not train the same model:\n{verdict}")
 
     def any(self, problem: str | None) -> str | None:
-        """A problem that some process has, or None, the same on all."""
+        """The first problem that a process has, on all processes; None if no process has one."""
         found = self.gather(problem)
         return self.first(lambda: next((one for one in found if one is not None), None))
 
     @property
     def signals(self) -> tuple[signal.Signals, ...]:
-        """The signals that this process may handle: of several it is JAX that catches SIGTERM, see ``preempted``."""
+        """The signals that this process may handle; none if there are several processes, see ``preempted``."""
         return (signal.SIGINT, signal.SIGTERM) if self.count == 1 else ()
 
     def preempted(self) -> bool:
-        """Whether the machine of some process was told to go; to be asked once a step, and all learn it at the same.
+        """Whether any of several processes was told to stop. Call it once a step: all learn it at the same step.
 
-        With several processes it is JAX that catches SIGTERM. It takes numbers that only grow, and a run that goes
-        back does some steps again: asked are counted, not steps.
+        With several processes JAX catches SIGTERM. It needs numbers that only grow, but a run that goes back repeats
+        some steps, so calls are counted, not steps.
         """
         self._asked += 1
         return self.count > 1 and multihost_utils.reached_preemption_sync_point(self._asked)
 
     def connect(self, mesh: Mesh) -> None:
-        """Have every group of devices of a mesh meet once, all processes at the same time.
+        """Run one collective in every group of devices of a mesh, in all processes at the same time.
 
         gloo gives the first collective of a group 30 s to find all its members, which no flag changes, and programs
-        take longer to compile on one machine than on another. Groups that have met wait as long as it takes.
+        take longer to compile on one machine than on another. Later collectives of a group wait as long as it takes.
         """
         if self.count == 1:
             return
@@ -158,7 +158,7 @@ class Processes:
         jax.block_until_ready(program(ones))
 
     def leave(self) -> None:
-        """The end of a run that went well: all leave together, so that nobody takes an early leaver for dead."""
+        """End a run that went well. All processes leave together, so that none takes another one for dead."""
         self.pulse.phase("leaving")
         if self.count > 1:
             jax.distributed.shutdown()
@@ -174,7 +174,7 @@ def joined(pulse: Pulse) -> Processes:
 
 
 def common(config: TrainConfig, corpus: str) -> dict[str, str]:
-    """What all processes must have in common, short enough to be shown. ``corpus``: the hash of what is read."""
+    """Facts that must be equal in all processes, short enough to be shown. ``corpus`` is the corpus's fingerprint."""
     options = plain(config)
     options["launch"] = {name: value for name, value in options["launch"].items() if name not in OWN_OPTIONS}
     versions = {name: _version(name) for name in VERSIONS}
@@ -183,7 +183,7 @@ def common(config: TrainConfig, corpus: str) -> dict[str, str]:
 
 
 def differences(found: list[dict[str, str]]) -> list[str]:
-    """A line for each fact that is not the same everywhere: process 0's, and the first other one."""
+    """A line for each fact that differs between processes: that of process 0, and the first other one."""
     lines = []
     for name in found[0] if found else ():
         others = [number for number, one in enumerate(found) if one.get(name) != found[0][name]]
@@ -197,7 +197,7 @@ def differences(found: list[dict[str, str]]) -> list[str]:
 
 
 def refuse_idle(mesh: Mesh, num_processes: int) -> None:
-    """Raise ConfigError where a process has no device of the mesh: it could take no part in anything."""
+    """Raise ConfigError if a process has no device of the mesh, so that it could take no part in anything."""
     busy = {device.process_index for device in mesh.devices.flat}
     idle = [number for number in range(num_processes) if number not in busy]
     if idle:
@@ -208,7 +208,7 @@ def refuse_idle(mesh: Mesh, num_processes: int) -> None:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of a batch's first two dims, microbatches and the rows of each, as the engine cuts them."""
+    """The sharding of a batch's first two dims, microbatches and the rows of each, as the engine cuts them."""
     return NamedSharding(mesh, batch_spec(mesh))
 
 
@@ -216,10 +216,10 @@ def share_out(draw: Callable[[Rows], Batch], num_rows: tuple[int, int], sharding
     """A batch of global arrays of which each process draws only what its devices hold.
 
     Args:
-      draw: ``draw((microbatches, rows))`` is those parts of the batch, a tree of NumPy arrays whose first two dims
-        are microbatches and the rows of each.
+      draw: ``draw((microbatches, rows))`` returns that part of the batch, a tree of NumPy arrays with microbatches and
+        the rows of each as their first two dims.
       num_rows: (microbatches, rows of each) of the whole batch.
-      sharding: of the first two dims.
+      sharding: the sharding of the first two dims.
     """
     places = sharding.addressable_devices_indices_map(num_rows)
     held = {_bounds(index, num_rows) for index in places.values()}

@@ -14,23 +14,23 @@ from train.config import ConfigError, LaunchConfig
 Environ = Mapping[str, str]
 
 INITIALIZATION_S = 300
-"""How long the first process waits for the last."""
+"""Seconds that the first process waits for the last."""
 
 HEARTBEAT_S = 60
-"""After how long without a sign of life the coordination service ends every process. With 20 a loaded machine that
-compiled was once taken for dead; JAX's own is 100."""
+"""Seconds without a sign of life of one process after which the coordination service ends every process. With 20, a
+loaded machine that was compiling was once taken for dead; JAX's default is 100."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """This process among the others. What is None is left to JAX's own detection.
+    """How this process joins the others. Values that are None are left to JAX's own detection.
 
     Attributes:
-      system: who says so: "options", "Open MPI", "SLURM", "TPU pod" or "Kubernetes".
+      system: the origin of these values: "options", "Open MPI", "SLURM", "TPU pod" or "Kubernetes".
       coordinator: ``host:port`` of process 0.
-      num_processes: how many.
-      process_id: which one this is.
-      detection: JAX's name of the system. "deactivate" keeps it from asking clusters that nobody spoke of.
+      num_processes: the number of processes.
+      process_id: the number of this process.
+      detection: JAX's name of the system. "deactivate" keeps JAX from asking other systems.
     """
 
     system: str
@@ -41,13 +41,13 @@ class Launch:
 
 
 def recognise(asked: LaunchConfig, environ: Environ = os.environ) -> Launch | None:
-    """Whether this process is one of several, by its options and by what the launcher left in the environment.
+    """How this process joins others, by its options and the launcher's environment variables; None if it is alone.
 
-    Options win, and may also complete an environment that tells only a part. A system is recognised by what only
-    its launched jobs have: a shell in a SLURM allocation, or a pod that is no indexed job, is a run of its own.
+    Options win over the environment, and may complete it. A system is recognised by variables that only its launched
+    jobs have: a shell in a SLURM allocation, or a pod that belongs to no indexed job, is a run of its own.
 
     Raises:
-      ConfigError: too little is known, or what is known contradicts itself.
+      ConfigError: too little is known, or the known values contradict each other.
     """
     # In JAX's own order: mpirun within a SLURM job is Open MPI's, a TPU pod on Kubernetes is a TPU pod.
     found = _open_mpi(environ) or _slurm(environ)
@@ -123,7 +123,7 @@ def _kubernetes(environ: Environ) -> Launch | None:
 
 
 def _detected_by_jax(launch: Launch, environ: Environ) -> bool:
-    """Whether JAX finds out the rest."""
+    """Whether JAX finds out the missing values itself."""
     match launch.system:
         case "Open MPI":
             return _OPEN_MPI_URI in environ
@@ -148,11 +148,11 @@ def _number(environ: Environ, name: str) -> int:
 
 
 def bind_address(coordinator: str | None, asked: str | None) -> str | None:
-    """Where process 0's service listens; None is JAX's own choice, every interface.
+    """The address at which process 0's service listens; None for JAX's own choice, which is every interface.
 
-    The service trusts whoever reaches it. So it listens where the coordinator's address says and nowhere else: on
-    loopback for a loopback address. A name, or an address that is not this machine's own (a cluster's virtual one),
-    says nothing about interfaces.
+    The service trusts whoever reaches it, so it listens only at the coordinator's address: for example only on loopback
+    for a loopback address. A name, or an address that is not this machine's own (a cluster's virtual one), does not
+    tell the interface: then None.
     """
     if asked is not None or coordinator is None:
         return asked
@@ -169,10 +169,10 @@ def bind_address(coordinator: str | None, asked: str | None) -> str | None:
 
 
 def initialize(launch: Launch, asked: LaunchConfig) -> None:
-    """``jax.distributed.initialize``, before anything asks JAX for a device.
+    """Call ``jax.distributed.initialize``, before anything asks JAX for a device.
 
     Raises:
-      ConfigError: the others were not found in time.
+      ConfigError: the other processes were not found in time.
     """
     import jax
 

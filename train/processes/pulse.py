@@ -1,8 +1,8 @@
-"""Signs of life: what a process does, told to whoever watches over it; and its own watchdog.
+"""Signs of life: a process tells its watcher what it does, and has a watchdog of its own.
 
-Steps of all processes stall together, so a late step does not name the culprit. Hence two signs: a thread that says
-every second that the process runs at all (one that is stopped or dead says nothing), and a timer, set anew with each
-step, that ends a process whose step does not end, with every thread's stack on stderr.
+The steps of all processes stall together, so a late step does not tell which process is at fault. Hence two signs: a
+thread tells the watcher every second that the process runs (a stopped or dead process sends nothing); and a timer,
+reset by each step, ends a process whose step does not end, and prints the stacks of all threads on stderr.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import time
 from collections import deque
 
 WATCHER = "TRAIN_PULSE"
-"""Variable of the environment: the number of the file to write to, a pipe that the supervisor reads."""
+"""Environment variable with the number of the file to write to, a pipe that the supervisor reads."""
 
 BEAT_S = 1.0
 SLOWEST_S = 20.0
@@ -27,8 +27,8 @@ class Pulse:
     A process whose watcher is gone ends itself: nobody would end it otherwise.
 
     Args:
-      watcher: file to write to, a pipe; None writes nothing.
-      patience: seconds that a step may take; None takes ten median steps, and 20 s at least.
+      watcher: the number of the file to write to, a pipe; None writes nothing.
+      patience: the seconds that a step may take; None for ten median steps, but at least 20 s.
       watched: whether the timer runs at all.
     """
 
@@ -37,18 +37,19 @@ class Pulse:
         self._what, self._since = "starting", time.monotonic()
         self._steps: deque[float] = deque(maxlen=20)
         if watcher is not None:
-            os.set_blocking(watcher, False)  # a watcher that is stopped stops nobody else
+            # Otherwise a watcher that is stopped would stop this process when the pipe is full.
+            os.set_blocking(watcher, False)
             threading.Thread(target=self._beat, daemon=True, name="pulse").start()
 
     def phase(self, what: str) -> None:
-        """Say what begins now; it may take any time, until the next step is begun."""
+        """Tell the watcher what begins now. It may take any time: the timer is off until the next step begins."""
         self._what, self._since = what, time.monotonic()
         if self._watched:
             faulthandler.cancel_dump_traceback_later()
         self._say()
 
     def step(self, number: int, *, compiles: bool = False) -> None:
-        """Say that a step begins, and set the timer, unless the step is compiled first."""
+        """Tell the watcher that a step begins, and set the timer, unless the step is compiled first."""
         if compiles:
             self.phase(f"compiling step {number}")
             return
@@ -62,7 +63,7 @@ class Pulse:
 
     @property
     def limit(self) -> float:
-        """Seconds after which the step that runs counts as stuck."""
+        """Seconds after which the running step counts as stuck."""
         if self._patience is not None:
             return self._patience
         return max(SLOWEST_S, TIMES * statistics.median(self._steps)) if self._steps else SLOWEST_S

@@ -1,4 +1,4 @@
-"""Requests to stop: a signal is noted, the loop looks after each step, saves, and ends."""
+"""Requests to stop: a signal is noted; after each step the loop checks for it, and then saves and ends."""
 
 import signal
 import threading
@@ -10,10 +10,10 @@ NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
 
 
 class Handlers:
-    """While it is entered, these signals come to ``handle``; afterwards to whom they came before.
+    """A context in which signals are passed to ``handle``; afterwards their former handlers are restored.
 
     Args:
-      numbers: of the signals.
+      numbers: the signals.
     """
 
     def __init__(self, numbers: Collection[signal.Signals]) -> None:
@@ -24,7 +24,8 @@ class Handlers:
         raise NotImplementedError
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():  # nobody else may set handlers
+        # Python lets only the main thread set handlers.
+        if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self.handle) for number in self._numbers}
         return self
 
@@ -34,13 +35,13 @@ class Handlers:
 
 
 class Stop(Handlers):
-    """While it is entered, the first Ctrl-C or SIGTERM is noted instead of ending the process; the second is not.
+    """A context in which the first Ctrl-C or SIGTERM is noted and does not end the process; the second one ends it.
 
     Args:
-      numbers: the signals that are noted; with several processes JAX does that (``Processes.preempted``).
+      numbers: the signals that are noted; none with several processes, where JAX notes them (``Processes.preempted``).
 
     Attributes:
-      signal: the signal that came, None as long as none did.
+      signal: the signal that came; None before.
     """
 
     def __init__(self, numbers: Collection[signal.Signals] = tuple(NAMES)) -> None:
@@ -49,13 +50,14 @@ class Stop(Handlers):
 
     @property
     def reason(self) -> str | None:
-        """Who asked, in words; None as long as nobody did."""
+        """The name of the signal that came, in words; None before."""
         return None if self.signal is None else NAMES[self.signal]
 
     def note(self, number: int) -> None:
         """Note that a signal came. Raises KeyboardInterrupt for a second one."""
         if self.signal is not None:
-            raise KeyboardInterrupt  # asked twice: at once, and nothing is saved
+            # Asked twice: end at once, without saving.
+            raise KeyboardInterrupt
         self.signal = signal.Signals(number)
 
     def handle(self, number: int, frame: FrameType | None) -> None:

@@ -1,7 +1,8 @@
-"""Which process holds the others up.
+"""Find the process that slows the others down.
 
-In one program all steps take equally long on all processes, for everyone waits for the slowest. What differs is what
-each does while nobody waits for it: its own work on the host, and a product on its own devices, measured apart.
+In one program all steps take equally long on all processes, because all wait for the slowest. What differs is the time
+of work in which a process waits for no other: its own work on the host, and a matrix product on its own devices, which
+are measured separately.
 """
 
 import functools
@@ -18,17 +19,18 @@ from dualpipe_jax.probe.place import seconds
 from train.processes.group import Processes
 
 SIZE = 512
-"""Rows and columns of the probed product: long against a dispatch, short against a step."""
+"""Rows and columns of the matrices of the probe, whose product takes much longer than a dispatch and much shorter than
+a step."""
 
 REPEATS = 3
 
 
 class Stragglers:
-    """Measures this process, and reports the slowest of all.
+    """Measures this process, and reports the slowest of all processes.
 
     Args:
-      processes: all of them; alone, nothing is measured.
-      every: steps between reports; 0 for none.
+      processes: the processes; if there is only one, nothing is reported.
+      every: the number of steps between reports; 0 for none.
     """
 
     def __init__(self, processes: Processes, every: int):
@@ -38,7 +40,7 @@ class Stragglers:
 
     @contextmanager
     def host(self) -> Iterator[None]:
-        """Around what this process does for a step by itself, such as drawing its batch."""
+        """A context around work that this process does for a step by itself, such as drawing its batch."""
         began = time.perf_counter()
         try:
             yield
@@ -46,10 +48,10 @@ class Stragglers:
             self._host += time.perf_counter() - began
 
     def report(self, step: int) -> dict[str, Any] | None:
-        """After a step: on process 0, every so many steps, a record for the metrics; None otherwise.
+        """Call it after each step. Returns a record for the metrics on process 0 every ``every`` steps, else None.
 
-        The record holds, in seconds, for the host's work per step and for the product: the slowest process, its
-        excess over the median, and the median.
+        The record holds, for the host's work per step and for the product, the number of the slowest process, its
+        excess over the median in seconds, and the median in seconds.
         """
         self._steps += 1
         if not self._every or step % self._every:
@@ -73,7 +75,7 @@ class Stragglers:
 
 
 def excess_over_median(seconds: list[float]) -> tuple[int, float, float]:
-    """(slowest, its excess over the median, the median). Of two, the median is the quicker one."""
+    """(slowest, its excess over the median, the median). Of an even number, the lower median: of two, the quicker."""
     slowest = max(range(len(seconds)), key=lambda number: seconds[number])
     median = statistics.median_low(seconds)
     return slowest, seconds[slowest] - median, median
@@ -89,7 +91,7 @@ def describe(record: dict[str, Any]) -> str:
 
 
 def make_probe() -> Callable[[], float]:
-    """``probe()``: seconds that a product takes on this process's slowest device, at best."""
+    """``probe()``: the seconds of a matrix product on this process's slowest device, the shortest of some repeats."""
     factors = [jax.device_put(jnp.ones((SIZE, SIZE), jnp.float32), device) for device in jax.local_devices()]
     square = jax.jit(lambda factor: factor @ factor)
     return lambda: max(seconds(functools.partial(square, factor), REPEATS) for factor in factors)

@@ -1,7 +1,7 @@
-"""Several processes on this machine: start them, watch over them, end them all when one fails, start them again.
+"""Several processes on this machine: start them, watch them, end them all when one fails, start them again.
 
-One process of a JAX program cannot go on without the others, and not always does it notice that one is gone: so the
-rule is all or none, and what is kept is what a checkpoint holds. No JAX here.
+One process of a JAX program cannot go on without the others, and does not always notice that one is gone. So all are
+ended and started together, and only what a checkpoint holds is kept. This module imports no JAX.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from train.processes.watcher import Told, run_once
 
 
 class Story:
-    """What happened, line by line, in a file and on stderr."""
+    """A log of events, line by line, in a file and on stderr."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -36,13 +36,13 @@ class Story:
 
 
 def supervise(config: TrainConfig, *, resume: bool) -> int:
-    """Train in ``--processes`` processes of this machine; the exit code.
+    """Train in ``--processes`` processes of this machine, and return the exit code.
 
-    What happens is told in ``runs/NAME/processes/story.log``; what the processes say stands beside it.
+    Events are logged in ``runs/NAME/processes/story.log``; the output of the processes is in the same folder.
 
     Raises:
-      ConfigError: devices cannot be shared out, another run has that name, another supervisor is at work on it, or its
-        folder cannot be written.
+      ConfigError: the devices cannot be divided among the processes, another run has that name, another supervisor is
+        at work on it, or its folder cannot be written.
     """
     count, needed = config.launch.processes or 1, config.step.num_devices
     set_devices(config, {}, num_processes=count)
@@ -62,13 +62,13 @@ def supervise(config: TrainConfig, *, resume: bool) -> int:
         with writing(of_run):
             return command_lines(config, folder / f"{attempt}", resume=resume or attempt > 0)
 
-    # Not the run's own lock: that is process 0's, and free while processes are started again.
+    # Not the run's own lock: process 0 holds that one, and it is free while processes are started again.
     with held(of_run, folder / LOCK), Told() as told:
         return keep_going(config, commands, folder, told)
 
 
 def command_lines(config: TrainConfig, where: Path, *, resume: bool) -> list[list[str]]:
-    """How each process is started: with all options in one file, a fresh port and its number."""
+    """The command of each process, with all options in one file, a free port and the number of the process."""
     options, count = Path(f"{where}.options.json"), config.launch.processes or 1
     alone = configure(config, processes=None, one_gpu=False, restarts=LaunchConfig.restarts, shrink=False)
     options.write_text(json.dumps(plain(alone), indent=2) + "\n")
@@ -84,13 +84,13 @@ def keep_going(
     folder: Path,
     told: Told,
 ) -> int:
-    """Start all processes, and again when one fails, ``--restarts`` times at most; the exit code.
+    """Start all processes, and again when one fails, at most ``--restarts`` times. Returns the exit code.
 
     Args:
       config: the options.
       commands: ``commands(config, attempt)``, a command for each process; attempts count from 0.
-      folder: for the story and for what processes say.
-      told: whether to stop.
+      folder: the folder for the log of events and for the output of the processes.
+      told: whether the supervisor was told to stop.
     """
     story, most = Story(folder / "story.log"), config.launch.restarts
     for attempt in range(most + 1):
@@ -116,8 +116,8 @@ def keep_going(
 
 
 def environment_of(config: TrainConfig) -> Callable[[int], Mapping[str, str]]:
-    """Of a process's number, what its environment has alone: on GPUs that it takes the one of its number, or all take
-    one."""
+    """A function from a process's number to the environment variables of this process alone. On GPUs they let it use
+    the GPU of its number, or let all processes share one."""
     count = config.launch.processes or 1
     if config.launch.devices != "accelerator":
         return lambda number: {}
@@ -125,10 +125,10 @@ def environment_of(config: TrainConfig) -> Callable[[int], Mapping[str, str]]:
 
 
 def smaller(config: TrainConfig, num_lost: int) -> TrainConfig:
-    """The options without ``num_lost`` of the processes, at least one: fewer pipeline ranks, or what fits.
+    """The options without ``num_lost`` of the processes, at least one, and with fewer pipeline ranks.
 
-    Each process keeps its number of devices; dp and ep stay, layers are shared out anew. Of the numbers of processes
-    that the schedule and the mesh allow the largest is taken; the same options if there is none.
+    Each process keeps its number of devices; dp and ep stay, and layers are distributed anew. The largest number of
+    remaining processes that the schedule and the mesh allow is taken; if there is none, the options stay the same.
     """
     count, step = config.launch.processes or 1, config.step
     devices = step.num_devices // count

@@ -1,4 +1,4 @@
-"""Watch over processes of this machine until all have ended: who failed, and how. No JAX here."""
+"""Watch processes of this machine until all have ended, and find out which failed and how. Imports no JAX."""
 
 import dataclasses
 import os
@@ -15,20 +15,21 @@ from train.processes.pulse import WATCHER
 from train.processes.stop import NAMES, Handlers
 
 SILENT_S = 15.0
-"""A process gives a sign of life every second; after so many without one it counts as stopped, if the system says so or
-cannot tell. One that is not stopped may have come to nothing for as long on a machine with too much to do."""
+"""Seconds without a sign of life, which is sent every second, after which a process fails if the system says that it is
+stopped or cannot tell. One that is not stopped may be silent as long on an overloaded machine."""
 
 STARTING_S = 180.0
-"""How long a sign of a process that is not stopped may take: Python imports and traces, where many do the same."""
+"""Seconds for which a process that is not stopped may give no sign of life: Python imports and traces slowly if many
+processes do so at once."""
 
 GRACE_S = 3.0
-"""How long the others may take to say what they noticed, once one has failed."""
+"""Seconds that the other processes have to say what they noticed, once one has failed."""
 
 STOPPING_S = 600.0
-"""How long saving may take, when all were told to stop."""
+"""Seconds that saving may take, when all processes were told to stop."""
 
 FINAL = {2: "options or data that will not do", DIVERGED: "the loss is no number"}
-"""Exit codes that would only come again."""
+"""Exit codes that another start would only repeat -> their meaning."""
 
 STOPPED = {130, 143}
 """Exit codes of a process that was told to stop, and has saved."""
@@ -36,7 +37,7 @@ STOPPED = {130, 143}
 
 @dataclasses.dataclass
 class Worker:
-    """A process, and what its signs of life say."""
+    """A process, and what its signs of life tell."""
 
     id: int
     process: subprocess.Popen[bytes]
@@ -51,7 +52,7 @@ class Worker:
         return self.process.poll()
 
     def listen(self) -> bool:
-        """Take in what it said; False where it will say no more."""
+        """Read the signs of life that came; False if no more will come."""
         said = os.read(self.pulse, 1 << 16)
         lines = said.decode(errors="replace").split("\n")
         if len(lines) > 1:
@@ -59,12 +60,12 @@ class Worker:
         return bool(said)
 
     def silent(self) -> bool:
-        """Whether it has been silent for too long for a process that runs."""
+        """Whether the process has been silent for longer than a process that runs; see ``SILENT_S``, ``STARTING_S``."""
         seconds = time.monotonic() - self.heard
         return seconds > SILENT_S and (seconds > STARTING_S or self.is_stopped() is not False)
 
     def is_stopped(self) -> bool | None:
-        """Whether the system says that it is stopped; None where it cannot tell."""
+        """Whether the system says that the process is stopped (by a signal or a tracer); None if it cannot tell."""
         try:
             state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][:1]
         except OSError:
@@ -77,9 +78,9 @@ class Outcome:
     """How one start of all processes ended.
 
     Attributes:
-      code: what the supervisor exits with; None for a failure after which another start may help.
-      why: in words.
-      culprits: which processes failed by themselves.
+      code: the exit code of the supervisor; None for a failure after which another start may help.
+      why: the reason, in words.
+      culprits: the numbers of the processes that failed by themselves.
     """
 
     code: int | None
@@ -88,7 +89,7 @@ class Outcome:
 
 
 class Told(Handlers):
-    """Whether the supervisor was told to stop; while it is entered, that is noted and nothing else."""
+    """Whether the supervisor was told to stop: a context in which signals are noted and do nothing else."""
 
     def __init__(self) -> None:
         super().__init__(tuple(NAMES))
@@ -108,14 +109,14 @@ def run_once(
     environ: Mapping[str, str],
     own: Callable[[int], Mapping[str, str]] = lambda number: {},
 ) -> Outcome:
-    """Start a process for each command and watch until all have ended; none is left, whatever happens.
+    """Start a process for each command and watch until all have ended. None is left running, whatever happens.
 
     Args:
-      commands: one a process.
-      logs: ``logs.I.log`` takes what process I says, but for process 0's standard output.
-      told: whether to stop.
-      environ: the processes' environment.
-      own: of a process's number, what is in its environment alone.
+      commands: one command for each process.
+      logs: ``logs.I.log`` receives the output of process I, except the standard output of process 0.
+      told: whether the supervisor was told to stop.
+      environ: the environment of all processes.
+      own: a function from a process's number to the environment variables of this process alone.
     """
     workers: list[Worker] = []
     try:
@@ -223,8 +224,8 @@ def _ended(workers: Sequence[Worker], told: Told) -> Outcome:
 
 
 def _culprits(workers: Sequence[Worker]) -> list[Worker]:
-    """Who failed first, as far as codes tell: a stopped or killed process before one that raised or waited for longer
-    than ``--patience``, and all before those that noticed that another was gone, or that JAX aborted because of it."""
+    """The processes that failed first, as far as exit codes tell: stopped or killed ones before those that raised or
+    exceeded ``--patience``, and these before those that noticed that another was gone, or that JAX then aborted."""
     stopped = [worker for worker in workers if worker.code is None and worker.is_stopped()]
     failed = [worker for worker in workers if worker.code]
     killed = [worker for worker in failed if worker.code is not None and worker.code < 0]
@@ -248,7 +249,7 @@ def _signal(workers: Sequence[Worker], number: signal.Signals) -> None:
 
 
 def last_words(log: Path, count: int = 12) -> str:
-    """The last lines of a process's log, indented; gloo's, of who met whom, tell nothing."""
+    """The last lines of a process's log, indented, without those of gloo about connections, which tell nothing."""
     lines = log.read_text(errors="replace").splitlines() if log.exists() else []
     lines = [line for line in lines if line.strip() and not line.startswith("[Gloo]")]
     return "\n".join(f"    {line[:300]}" for line in lines[-count:])
