@@ -1,1 +1,1 @@
-"""What a run tells of itself: the figures of its steps, its rates, and who is told."""
+"""What a run reports about itself: the figures of its steps, its rates, and the trackers that receive them."""

@@ -1,4 +1,4 @@
-"""A run's folder: whose it is, and that nobody else writes into it."""
+"""A run's folder: to which run it belongs, and a lock so that only one process writes into it."""
 
 import json
 import os
@@ -20,7 +20,7 @@ LOCK = "lock"
 
 
 def find(config: TrainConfig, *, resume: bool) -> Path | None:
-    """The folder that a run will have, not made yet; None where only making it can tell its name.
+    """The folder that a run will have, which is not made here; None if its name is found only when it is made.
 
     Raises:
       ConfigError: another run has that name.
@@ -34,7 +34,7 @@ def find(config: TrainConfig, *, resume: bool) -> Path | None:
 
 
 def begun(folder: Path) -> bool:
-    """Whether a run has done a step there, or left what cannot be read; a start that failed has not begun one."""
+    """Whether a run has done a step in a folder or left unreadable files there. A start that failed does not count."""
     saved, metrics = folder / CHECKPOINTS, folder / METRICS
     try:
         if os.path.isdir(saved) and os.listdir(saved):
@@ -46,7 +46,7 @@ def begun(folder: Path) -> bool:
 
 
 def made(config: TrainConfig, *, resume: bool) -> Path:
-    """The run's folder, made if need be.
+    """The run's folder, made if it does not exist.
 
     Raises:
       ConfigError: it cannot be made, or another run has that name.
@@ -70,14 +70,15 @@ def claimed(config: TrainConfig, *, resume: bool) -> Iterator[Path]:
     """
     folder = made(config, resume=resume)
     with held(folder, folder / LOCK):
-        if not resume and begun(folder):  # since we looked
+        # Another run may have begun since ``made``.
+        if not resume and begun(folder):
             raise _taken(folder)
         yield folder
 
 
 @contextmanager
 def held(folder: Path, lock: Path) -> Iterator[None]:
-    """Hold a run's folder by a file, see ``locked``.
+    """Hold a run's folder by a lock file; see ``locked``.
 
     Raises:
       ConfigError: another process holds it, or the file cannot be written.
@@ -96,7 +97,7 @@ def held(folder: Path, lock: Path) -> Iterator[None]:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Turn what the disk refuses at the start of a run into one line.
+    """Turn an OSError at the start of a run into an error of one line.
 
     Raises:
       ConfigError: the folder cannot be written.
@@ -108,14 +109,14 @@ def writing(folder: Path) -> Iterator[None]:
 
 
 def write_config(config: TrainConfig, folder: Path) -> None:
-    """Leave all options there but those of one start, in the form that --config reads."""
+    """Write all options except those of one start into a folder, in the form that --config reads."""
     new = folder / f"{CONFIG}.new"
     new.write_text(json.dumps(plain(lasting(config)), indent=2) + "\n")
     os.replace(new, folder / CONFIG)
 
 
 def unnamed(config: TrainConfig) -> Path:
-    """A folder that nobody has, even where two runs begin in the same second."""
+    """Make a folder that no other run has, even if two runs begin in the same second."""
     config.runs.mkdir(parents=True, exist_ok=True)
     name = f"{config.step.schedule}-{datetime.now():%Y%m%d-%H%M%S}"
     for number in range(1, 1000):

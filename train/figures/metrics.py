@@ -1,4 +1,4 @@
-"""What a run says while it runs: one JSON line a step for programs, a progress display for people."""
+"""What a run reports while it trains: one JSON line per step for programs, a progress display for people."""
 
 import collections
 import json
@@ -19,10 +19,10 @@ from dualpipe_jax.present.numbers import how_many
 
 
 class MetricsFile:
-    """``metrics.jsonl``: an object a line, written at once: a run that is cut short keeps what it wrote.
+    """``metrics.jsonl``: one JSON object per line, written immediately, so that a run that is cut short keeps them.
 
     Attributes:
-      kept: the records that were there already and stay.
+      kept: the records of an earlier part of the run that stay.
       damage: what was wrong with the file, in words; None if nothing was.
     """
 
@@ -30,10 +30,10 @@ class MetricsFile:
     _file: IO[bytes] | None
 
     def __init__(self, path: Path | None, upto: int = -1):
-        """Open it; of what an earlier part of the run wrote, the records of steps up to ``upto`` stay.
+        """Open the file. Of an earlier part of the run, the records of steps up to ``upto`` stay.
 
-        Lines that cannot be read are left out; a file that has any but a last line that a kill cut short is kept under
-        another name. Without a path nothing is written: of several processes one writes.
+        Lines that cannot be read are left out. If there are any, except a last line that was cut short by a kill, the
+        whole old file is kept under another name. Without a path nothing is written: of several processes one writes.
         """
         self.damage: str | None = None
         self._path, self._waiting = path, b""
@@ -47,7 +47,8 @@ class MetricsFile:
             numbers = ", ".join(map(str, bad[:5])) + (" ..." if len(bad) > 5 else "")
             self.damage = f"{path} has lines that cannot be read ({numbers}); as it was it is kept in {aside}"
         self.kept = [record for record in records if record["step"] <= upto]
-        whole = path.with_suffix(".new")  # a kill between the two leaves the old file or the new one
+        # Written under another name and renamed, so that a kill leaves the old file or the new one.
+        whole = path.with_suffix(".new")
         whole.write_text("".join(json.dumps(record) + "\n" for record in self.kept))
         os.replace(whole, path)
         self._file = path.open("ab", buffering=0)
@@ -55,7 +56,7 @@ class MetricsFile:
     def write(self, record: Mapping[str, Any]) -> None:
         """Append a record. Numbers that JSON cannot hold, NaN and infinities, become null.
 
-        Raises OSError where the disk does not take it; it is kept and written before the next one.
+        Raises OSError if it cannot be written; then it is kept, and written before the next record.
         """
         if self._file is None:
             return
@@ -78,12 +79,13 @@ class MetricsFile:
 
     def _flush(self) -> None:
         assert self._file is not None
-        while self._waiting:  # of a disk that is nearly full a part is taken
+        # A disk that is nearly full may take only a part.
+        while self._waiting:
             self._waiting = self._waiting[self._file.write(self._waiting) :]
 
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
-    """The records, and the numbers from 1 on of lines that are none, but for a last one that a kill cut short."""
+    """The records, and the numbers (from 1) of lines that are no records, except a last line that was cut short."""
     text = path.read_text(errors="replace") if path.exists() else ""
     records, bad = [], []
     for number, line in enumerate(text.split("\n"), start=1):
@@ -99,7 +101,7 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
 
 
 class Pace:
-    """How fast a run goes, from its latest steps. The first one compiles, so it is not counted."""
+    """How fast a run is, from its latest steps. The first step compiles, so it is not counted."""
 
     def __init__(self) -> None:
         self._seconds: collections.deque[float] = collections.deque(maxlen=20)
@@ -112,7 +114,7 @@ class Pace:
 
     @property
     def step_seconds(self) -> float | None:
-        """Median of the latest steps; None before the second step ended."""
+        """The median of the seconds of the latest 20 steps; None before the end of the second step."""
         return statistics.median(self._seconds) if self._seconds else None
 
     def remaining(self, num_steps: int) -> str:
@@ -125,7 +127,7 @@ class Pace:
 
 
 class Display:
-    """A progress bar on a terminal, from step ``first`` on; elsewhere a plain line ``every`` so many steps."""
+    """A progress bar on a terminal, from step ``first`` on; elsewhere a plain line every ``every`` steps."""
 
     def __init__(self, console: Console, num_steps: int, every: int, first: int = 1):
         self._console, self._num_steps, self._every, self._first = console, num_steps, every, first
@@ -136,7 +138,7 @@ class Display:
             self._task = self._bar.add_task("compiling the step ...", total=num_steps, completed=first - 1)
 
     def step(self, step: int, record: dict[str, Any], pace: Pace) -> None:
-        """Show a finished step, the first of which is step 1."""
+        """Show a finished step. Steps are counted from 1."""
         count = f"{step:>{len(str(self._num_steps))}}/{self._num_steps}"
         text = f"{count}  {describe(record, pace.remaining(self._num_steps - step), step == self._first)}"
         if self._bar is not None:
@@ -155,7 +157,7 @@ class Display:
 
 
 def describe(record: dict[str, Any], remaining: str, compiled: bool = False) -> str:
-    """A step in a line; one that compiled first has no rates, for most of its time was the compiler's."""
+    """A step in one line. A step that was compiled first has no rates, because most of its time was compilation."""
     mfu = f"{record['mfu']:.1%}" if "mfu" in record else "n/a"
     memory = next((size for name, size in record.items() if name.endswith("memory_gib")), 0.0)
     speed = (
@@ -180,5 +182,5 @@ def _plain(value: Any) -> Any:
 
 
 def say(console: Console, text: str) -> None:
-    """Print as it is: rich neither wraps nor colours it."""
+    """Print text as it is: rich neither wraps nor colours it."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""How fast a run is: tokens and operations a second, their share of the peak, and the memory it takes."""
+"""How fast a run is: tokens and operations per second, their share of the peak, and the memory used."""
 
 import dataclasses
 import resource
@@ -20,11 +20,11 @@ _TERA, _GIBI = 1e12, 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """What the devices of a run could do at most.
+    """The peak rate of the devices of a run.
 
     Attributes:
-      flops: floating-point operations a second, of all devices together.
-      source: where the number is from, in words.
+      flops: floating-point operations per second, of all devices together.
+      source: the origin of the number, in words.
     """
 
     flops: float
@@ -33,31 +33,31 @@ class Peak:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """What turns a step's duration into rates.
+    """Turns the duration of a step into rates.
 
     Attributes:
-      flops_per_token: that one token's training needs, the customary count.
-      peak: of all devices together; None if nobody knows.
+      flops_per_token: the floating-point operations to train on one token, by the usual count.
+      peak: the peak of all devices together; None if it is not known.
     """
 
     flops_per_token: float
     peak: Peak | None
 
     def of(self, seconds: float, tokens: int) -> dict[str, float]:
-        """Rates of a step: tokens_per_s, tflops_per_s of all devices together, mfu where there is a peak."""
+        """The rates of a step: tokens_per_s, tflops_per_s of all devices together, and mfu if the peak is known."""
         flops = tokens * self.flops_per_token / seconds
         found = {"tokens_per_s": tokens / seconds, "tflops_per_s": flops / _TERA}
         return found if self.peak is None else found | {"mfu": flops / self.peak.flops}
 
 
 def find_peak(devices: Sequence[Any], stated: float | None, measure: bool) -> Peak | None:
-    """The peak of a run's devices: as stated, else as published, else as measured; None if none of these is to be had.
+    """The peak of a run's devices: as stated, else as published, else as measured; None without any of these.
 
     Args:
-      devices: of the run.
+      devices: the devices of the run.
       stated: TFLOP/s of one device.
-      measure: whether to time a matrix product where nothing is published. Virtual devices share one machine: it is
-        measured as a whole.
+      measure: whether to time a matrix product on CPUs, for which nothing is published. Virtual devices share one
+        machine, which is measured as a whole.
     """
     count, kind = len(devices), devices[0].device_kind
     if stated is not None:
@@ -71,13 +71,13 @@ def find_peak(devices: Sequence[Any], stated: float | None, measure: bool) -> Pe
 
 
 def published_flops(kind: str) -> float | None:
-    """Operations a second, in bfloat16 and dense, of a device by JAX's name of its kind; None for unknown ones."""
+    """Dense bfloat16 operations per second of a device, by JAX's name of its kind; None for an unknown kind."""
     generation = tpu_generation(kind) or gpu_generation(kind)
     return DEVICES[generation].flops if generation is not None and generation in DEVICES else None
 
 
 def measure_matmul() -> float:
-    """Operations a second of a float32 matrix product on one device: the quickest of some."""
+    """Operations per second of a float32 matrix product on one device, in the fastest of five repeats."""
     size = 1024
     a = jnp.asarray(np.random.default_rng(0).standard_normal((size, size), np.float32))
     product = jax.jit(jnp.matmul)
@@ -85,7 +85,7 @@ def measure_matmul() -> float:
 
 
 def memory_gib(devices: Sequence[Any]) -> dict[str, float]:
-    """The most memory taken so far, in GiB: of the fullest device, or of the process where devices do not tell."""
+    """The largest memory use so far, in GiB: of the fullest device, or of the process if devices do not tell it."""
     found = [stats.get("peak_bytes_in_use") for stats in (device.memory_stats() or {} for device in devices)]
     known = [float(peak) for peak in found if peak]
     if known:

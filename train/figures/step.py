@@ -1,6 +1,6 @@
-"""What a step tells about itself: gradient norms by part, routing biases, and how tokens spread over experts.
+"""The figures of a step: gradient norms by part, routing biases, and how tokens spread over experts.
 
-``step_figures`` runs on the devices, inside the step; ``step_record`` makes of its arrays what metrics.jsonl holds.
+``step_figures`` runs on the devices, inside the step; ``step_record`` turns its arrays into what metrics.jsonl holds.
 """
 
 from collections.abc import Mapping
@@ -25,27 +25,28 @@ _NAMES = {
     "self_attn": "attention",
     "mlp": "dense",
 }
-"""A name on the way to a parameter -> its part; the first that is found. A router is a gate, a gate_proj is not."""
+"""Name in the path of a parameter -> its part; the first name in this order that occurs counts. Names are compared
+whole: "gate" is a router, "gate_proj" is not."""
 
 
 def step_figures(params: Tree, grads: Tree, aux: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """Arrays that describe a step; to be called in it.
+    """Arrays that describe a step; called inside of the step's program.
 
     Args:
-      params: after the step, as the engine takes them; routing biases lie under a key "routing".
-      grads: of the trainable parameters, before clipping.
-      aux: what the stages counted: "counts", int32 [..., experts], assignments that each expert was given; where
-        experts are placed also "devices", int32 [..., devices], assignments that each device worked on.
+      params: the parameters after the step, as the engine takes them; routing biases are under a key "routing".
+      grads: the gradients of the trainable parameters, before clipping.
+      aux: the counts of the stages: "counts", int32 [..., experts], the number of assignments to each expert; if
+        experts are placed also "devices", int32 [..., devices], the number of assignments that each device worked on.
 
-    Returns {"grad_norms": {part: float32}, "bias_range": float32} and what was counted: of each part of the model that
-    there is the norm of its gradients; of the layer where it is widest the range of routing biases.
+    Returns {"grad_norms": {part: float32}, "bias_range": float32} and the counts of ``aux``: the norm of the gradients
+    of each part that the model has, and the range of routing biases in the layer in which it is widest.
     """
     found = {"grad_norms": grad_norms(grads), "bias_range": bias_range(params), "counts": aux["counts"]}
     return found | {name: aux[name] for name in ("devices",) if name in aux}
 
 
 def grad_norms(grads: Tree) -> dict[str, jax.Array]:
-    """The norm of the gradients of each part of the model: their squares sum up to the whole's."""
+    """The norm of the gradients of each part of the model; the squares add up to the square of the whole norm."""
     squares: dict[str, jax.Array] = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(grads):
         part = part_of(path)
@@ -55,7 +56,7 @@ def grad_norms(grads: Tree) -> dict[str, jax.Array]:
 
 
 def part_of(path: KeyPath) -> str:
-    """The part of a parameter: norms by a name with norm in it, the others by the first name that is known."""
+    """The part of a parameter: "norms" if a name in its path contains "norm", else by ``_NAMES``, else "other"."""
     names = [str(key.key) for key in path if isinstance(key, DictKey)]
     if any("norm" in name for name in names):
         return "norms"
@@ -63,7 +64,7 @@ def part_of(path: KeyPath) -> str:
 
 
 def bias_range(params: Tree) -> jax.Array:
-    """The largest difference, over layers, of two experts' routing biases: float32; 0 without any."""
+    """The largest difference between the routing biases of two experts of a layer, float32; 0 without biases."""
     widest = [
         jnp.max(jnp.max(leaf, -1) - jnp.min(leaf, -1)).astype(jnp.float32)
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
@@ -73,11 +74,11 @@ def bias_range(params: Tree) -> jax.Array:
 
 
 def step_record(metrics: Mapping[str, Any], *, with_load: bool, num_devices: int = 1) -> dict[str, Any]:
-    """A step's metrics, fetched from the devices, as numbers: what a line of metrics.jsonl holds of them.
+    """A step's metrics, fetched from the devices, as the plain numbers of a line of metrics.jsonl.
 
     "counts" becomes "load_entropy" and, with ``with_load``, "load": a list for each layer of each expert's
-    assignments. Over ``num_devices`` devices there is "device_load", see ``device_load``: from "devices" if experts are
-    placed, else they lie in order and "counts" says it.
+    assignments. If ``num_devices`` is above 1, there is "device_load" (see ``device_load``): from "devices" if experts
+    are placed, else from "counts", because experts are in order.
     """
     record = {name: _number(value) for name, value in metrics.items() if name not in ("counts", "devices")}
     if "counts" in metrics:
@@ -95,26 +96,26 @@ def device_load(loads: np.ndarray) -> float:
     """The busiest device's load over the mean, on average over layers: 1 is balance.
 
     Args:
-      loads: [layers, devices], no layer without any.
+      loads: the load of each device, [layers, devices]; no layer may be without load.
     """
     return float((loads.max(-1) / loads.mean(-1)).mean()) if loads.size else 1.0
 
 
 def expert_load(counts: np.ndarray) -> np.ndarray:
-    """int [layers, experts] in model order, of counts [..., experts].
+    """The load of each expert, int [layers, experts] in model order, from counts [..., experts].
 
-    Where stages are not equally deep, counts hold empty places too, which nothing was given to: no layer has no
-    assignments. The only place that knows of them.
+    If stages are not equally deep, counts have rows of zeros for empty slots, too. They are left out; a layer always
+    has assignments.
     """
     rows = counts.reshape(-1, counts.shape[-1])
     return rows[rows.sum(-1) > 0]
 
 
 def load_entropy(load: np.ndarray) -> float:
-    """Entropy of a layer's load over that of an even one, on average over layers: 1 is balance, 0 one expert alone.
+    """Entropy of a layer's load over that of an even load, on average over layers: 1 is balance, 0 one expert alone.
 
     Args:
-      load: [layers, experts], no layer without any.
+      load: the load of each expert, [layers, experts]; no layer may be without load.
     """
     if not load.size or load.shape[-1] == 1:
         return 1.0

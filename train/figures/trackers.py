@@ -1,4 +1,4 @@
-"""Who is told the metrics besides metrics.jsonl: TensorBoard and Weights & Biases, behind one small interface."""
+"""Trackers that receive the metrics besides metrics.jsonl: TensorBoard and Weights & Biases, with one interface."""
 
 import importlib
 import math
@@ -14,13 +14,13 @@ Record = Mapping[str, Any]
 
 
 class Tracker(Protocol):
-    """Is told every record of a run, in order."""
+    """Receives every record of a run, in order."""
 
     def write(self, record: Record) -> None:
-        """Take a record: numbers by name, of which "step" is one; names may hold further records, or lists."""
+        """Write a record: a dict of numbers by name, with "step" among them, and perhaps of records and lists."""
 
     def close(self) -> None:
-        """Write what is not written yet. No record follows."""
+        """Write what is not written yet. No record is written afterwards."""
 
 
 class TensorBoard:
@@ -31,9 +31,10 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, config: Record, first: int = 0):
-        del config  # config.json lies beside
+        # config.json is in the same folder.
+        del config
         module = _load("tensorboardX", "tensorboard")
-        # What a resumed run does again is shown once: events of steps beyond the checkpoint are passed over.
+        # Steps that a resumed run repeats are shown once: TensorBoard drops earlier events after the checkpoint.
         again = {"purge_step": first + 1} if first else {}
         self._writer = module.SummaryWriter(str(folder), write_to_disk=True, **again)
 
@@ -54,7 +55,8 @@ class WeightsAndBiases:
     """
 
     def __init__(self, folder: Path, config: Record, first: int = 0):
-        del first  # wandb itself passes over steps that it has
+        # wandb itself ignores steps that it already has.
+        del first
         module = _load("wandb", "wandb")
         settings = module.Settings(console="off", silent=True, disable_git=True, x_disable_stats=True)
         self._run = module.init(
@@ -77,19 +79,20 @@ TRACKERS: Mapping[str, Callable[[Path, Record, int], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
 }
-"""By the names that ``--track`` knows."""
+"""Name for ``--track`` -> function that makes the tracker from (folder, options, number of steps done before)."""
 
 
 class Trackers:
     """Several trackers as one: what is written goes to each.
 
     Args:
-      file: the first of them, metrics.jsonl.
-      names: of ``TRACKERS``.
-      folder: the run's.
+      file: the first tracker, metrics.jsonl.
+      names: names in ``TRACKERS`` of the other trackers.
+      folder: the folder of the run.
       config: the run's options, as ``train.options.plain`` gives them.
-      first: steps that were done before, by an earlier part of the run.
-      say: called with what a user should know: a tracker that fails, once until it works again, ends no run.
+      first: the number of steps that an earlier part of the run did.
+      say: called with messages for the user. A tracker that fails does not end the run; that is reported once, until
+        the tracker works again.
 
     Raises:
       ConfigError: a tracker is not installed.
@@ -136,7 +139,8 @@ class Trackers:
 
 
 def scalars(record: Record, inside: str = "") -> Iterator[tuple[str, float]]:
-    """Finite numbers of a record as ``group/name``, of records in it as ``outer/inner``; no lists, step or time."""
+    """Yield the finite numbers of a record by names: ``group/name``, or ``outer/inner`` for those of records in it.
+    Lists, "step" and "time" are left out."""
     for name, value in record.items():
         if isinstance(value, Mapping):
             yield from scalars(value, f"{inside}{name}/")
@@ -157,7 +161,7 @@ _GROUPS = {
     "memory": ("gib",),
     "speed": ("_s", "mfu", "per_"),
 }
-"""Words in the names of a group's numbers."""
+"""Group -> words; a number is in the first group with a word that occurs in the number's name."""
 
 
 def _load(module: str, extra: str) -> Any:
