@@ -1,4 +1,4 @@
-"""What is left of a run for people: report.html, one page that needs no network, and runs side by side."""
+"""Reports of runs for people: report.html, one page that needs no network, and pages that compare runs."""
 
 from train.report.compare import Comparison, compare, write_comparison
 from train.report.folder import RunFolder

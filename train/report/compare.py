@@ -12,7 +12,7 @@ from train.report.folder import RunFolder
 from train.report.page import charts, loss_chart, render
 
 METRICS = ("loss", "grad_norm")
-"""What is compared. Their digits in metrics.jsonl are all that their bits hold."""
+"""The metrics that are compared. metrics.jsonl has all their digits, so equal numbers mean equal bits."""
 
 _BESIDE: tuple[tuple[str, tuple[str, ...], dict[str, bool]], ...] = (
     ("gradient norm", ("grad_norm",), {"log": True}),
@@ -25,14 +25,14 @@ _BESIDE: tuple[tuple[str, tuple[str, ...], dict[str, bool]], ...] = (
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A run beside the first one.
+    """A run compared with the first one.
 
     Attributes:
-      name: of the run.
-      common: steps that both did.
-      only: steps that one of them did alone.
+      name: the path of the run's folder.
+      common: the number of steps that both did.
+      only: the number of steps that only one of them did.
       first: (step, metric, the first run's value, this one's) where they first differ; None if nowhere.
-      largest: the largest difference of losses, over common steps where both are numbers.
+      largest: the largest difference of losses, over common steps where both are numbers; NaN without such steps.
     """
 
     name: str
@@ -61,10 +61,10 @@ class Comparison:
 
 
 def compare(runs: Sequence[RunFolder]) -> list[Comparison]:
-    """Every run but the first beside the first.
+    """Compare every other run with the first.
 
     Raises:
-      ConfigError: there is only one.
+      ConfigError: there are fewer than two runs.
     """
     if len(runs) < 2:
         raise ConfigError("--compare: wants two runs or more, such as --compare runs/a runs/b")
@@ -92,7 +92,7 @@ def _beside(first: RunFolder, other: RunFolder) -> Comparison:
 
 
 def write_comparison(runs: Sequence[RunFolder], found: Sequence[Comparison], path: Path) -> None:
-    """Write the curves of several runs, what came of comparing them and where their options differ as a page."""
+    """Write a page with the curves of several runs, the results of their comparison and the options that differ."""
     verdict = "bitwise equal" if all(one.equal for one in found) else "not bitwise equal"
     names = [run.path.name for run in runs]
     differing = {"head": ["option", *names], "rows": _options(runs)}

@@ -1,4 +1,4 @@
-"""A run's folder, read back: its options, its metrics, where it ran."""
+"""Read a run's folder: its options, its metrics, and where it ran."""
 
 import dataclasses
 import json
@@ -23,15 +23,15 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """What a run left.
+    """The content of a run's folder.
 
     Attributes:
-      path: of the folder.
-      config: its options.
-      steps: records of its steps, in order.
-      evaluations: records of its held-out losses, in order.
-      events: records of what went wrong and was mended, in order.
-      environment: where it ran; empty if it did not say.
+      path: the path of the folder.
+      config: the options of the run.
+      steps: the records of its steps, in order.
+      evaluations: the records of its held-out losses, in order.
+      events: the records of its events, such as warnings and experts that moved, in order.
+      environment: where the run ran; empty if that is not known.
     """
 
     path: Path
@@ -60,20 +60,22 @@ class RunFolder:
         return cls(
             path=path,
             config=apply(TrainConfig(), config, f"{path}/config.json"),
-            steps=tuple({r["step"]: r for r in steps}.values()),  # of a step done twice the later
+            # Of a step that was done twice, the later record.
+            steps=tuple({r["step"]: r for r in steps}.values()),
             evaluations=tuple(r for r in records if "heldout_loss" in r),
             events=tuple(r for r in records if "event" in r),
             environment=_json(path, "environment.json") or {},
         )
 
     def series(self, name: str) -> tuple[list[int], list[Any]]:
-        """Steps that have a metric, and its values; ``outer/inner`` looks into records. None is no number."""
+        """(steps that have a metric, its values). ``outer/inner`` is a metric of an inner record. A value is None if it
+        was not a finite number."""
         found = [(r["step"], value) for r in self.steps for value in _look(r, name)]
         return [step for step, _ in found], [value for _, value in found]
 
 
 def _look(record: Any, name: str) -> list[Any]:
-    """The value of that name, if there is one."""
+    """[the value of that name], or [] if there is none."""
     for part in name.split("/"):
         if not isinstance(record, Mapping) or part not in record:
             return []
@@ -94,7 +96,7 @@ def _json(folder: Path, name: str) -> Any:
 
 
 def environment(devices: Sequence[Any]) -> dict[str, Any]:
-    """Where a run runs, as plain values: versions, machine, devices, the code's commit, what was typed."""
+    """Where a run runs, as plain values: versions, machine, devices, the code's commit, and the command line."""
     import jax
 
     return {
@@ -111,7 +113,7 @@ def environment(devices: Sequence[Any]) -> dict[str, Any]:
 
 
 def command_line(config: TrainConfig) -> str:
-    """The shortest command of these options: flags alone, no preset, no file."""
+    """The shortest command with these options, by flags alone, without a preset or a file."""
     words = ["scripts/train"]
     for flag in FLAGS:
         value = option(config, flag)

@@ -21,13 +21,13 @@ Page = dict[str, Any]
   title, about: text.    alarms: texts, each in a box of its own.    events: steps that are marked in all curves.
   tiles: [value, name] pairs.
   sections: {"title", "about"?, "charts"?, "heat"?, "timelines"?, "tables"?, "text"?}.
-  chart: {"title", "series": [{"name", "x", "y"}], "log"?, "zero"?, "wide"?}; null is no number.
+  chart: {"title", "series": [{"name", "x", "y"}], "log"?, "zero"?, "wide"?}; null stands for no finite number.
   heat: {"shape": [steps, layers, experts], "steps", "one", "values"}: base64 of bytes, "one" for the mean load.
   timelines: see ``dualpipe_jax.profile.timelines``.    table: {"title"?, "head"?, "rows": [[name, *cells]]}."""
 
 _HERE = Path(__file__).parent
 _ONE, _CELLS, _POINTS = 64, 1_000_000, 2000
-"""A mean load's byte; most cells of the heat map, and points of a curve."""
+"""The byte that stands for the mean load; the largest number of cells of the heat map; that of points of a curve."""
 
 _CURVES: tuple[tuple[str, tuple[str, ...], dict[str, bool]], ...] = (
     ("gradient norm", ("grad_norm",), {"log": True}),
@@ -48,10 +48,10 @@ _BALANCE: tuple[tuple[str, tuple[str, ...], dict[str, bool]], ...] = (
 
 
 def write_report(folder: Path) -> Path:
-    """Write a run's report.html, from what lies in its folder. Returns the page's path.
+    """Write a run's report.html from the files in its folder. Returns the page's path.
 
     Raises:
-      ConfigError: it is no run's folder.
+      ConfigError: it is not a run's folder, or its files are damaged.
     """
     run = RunFolder.read(folder)
     path = folder / "report.html"
@@ -104,7 +104,7 @@ def report_page(run: RunFolder) -> Page:
 
 
 def loss_chart(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """Losses of one run or more, held-out ones beside them where they are of one run."""
+    """A chart of the losses of one or more runs; of a single run also of its held-out losses."""
     series = [_curve(run, "loss", run.path.name if len(runs) > 1 else "training") for run in runs]
     if len(runs) == 1 and runs[0].evaluations:
         held = runs[0].evaluations
@@ -116,7 +116,7 @@ def loss_chart(runs: Sequence[RunFolder]) -> dict[str, Any]:
 def charts(
     runs: Sequence[RunFolder], wanted: Iterable[tuple[str, tuple[str, ...], Mapping[str, bool]]]
 ) -> list[dict[str, Any]]:
-    """Charts of the metrics that there are, each (title, names of metrics, options of the chart)."""
+    """Charts of those ``wanted`` metrics that the runs have: (title, names of metrics, options of the chart) each."""
     found = []
     for title, names, options in wanted:
         curves = [
@@ -133,7 +133,8 @@ def charts(
 def _curve(run: RunFolder, metric: str, name: str) -> dict[str, Any]:
     x, y = run.series(metric)
     if metric == "step_s" and len(x) > 1:
-        x, y = x[1:], y[1:]  # it compiles, and would flatten all others
+        # The first step compiles, and would flatten all others.
+        x, y = x[1:], y[1:]
     stride = -(-len(x) // _POINTS) or 1
     return {"name": name, "x": x[::stride], "y": y[::stride]}
 
@@ -187,7 +188,8 @@ def _about(run: RunFolder) -> str:
 
 def _tiles(run: RunFolder, simulated: float, measured: Sequence[Drawn]) -> list[list[str]]:
     tiles = [[f"{len(run.steps)} / {run.config.optimizer.steps}", "steps"]]
-    anew = max((n for n, r in enumerate(run.evaluations) if r.get("anew")), default=0)  # of other text before
+    # Evaluations before the last "anew" are of other text.
+    anew = max((n for n, r in enumerate(run.evaluations) if r.get("anew")), default=0)
     held = [r["heldout_loss"] for r in run.evaluations[anew:] if r["heldout_loss"] is not None]
     if len(held) > 1:
         tiles.append([f"{held[0]:.3f} → {held[-1]:.3f}", "held-out loss"])
