@@ -1,9 +1,9 @@
 """List the figures of docs/results.json that are older than the code on which they rest, or measure them again.
 
 scripts/figures                       # every row: its date, and how many files of its code have changed since
-scripts/figures --stale               # those of which there are any
+scripts/figures --stale               # only rows of which some files have changed
 scripts/figures pairs.v5p_1408 peers  # run the commands of a row, or of a table, and write all rows that they print
-scripts/figures --all                 # of all rows; hours
+scripts/figures --all                 # run the commands of all rows; takes hours
 """
 
 import argparse
@@ -23,7 +23,7 @@ from results import FILE, Row, inserted, number, read_values, tables  # noqa: E4
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do what the command line asks for; 1 where a figure could not be measured."""
+    """Run from the command line. Returns the exit code: 1 if a figure could not be measured, else 0."""
     parser = argparse.ArgumentParser(
         "scripts/figures", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def named(name: str, rows: dict[str, Row], parser: argparse.ArgumentParser) -> list[str]:
-    """The rows that a name stands for."""
+    """The names of the rows that a name stands for: one row, or all of a table."""
     found = [each for each in rows if each == name or each.startswith(f"{name}.")]
     if not found:
         parser.error(f"{name}: no such table or row; scripts/figures lists them")
@@ -57,7 +57,7 @@ def named(name: str, rows: dict[str, Row], parser: argparse.ArgumentParser) -> l
 
 
 def show(rows: dict[str, Row], stale: bool) -> None:
-    """A line for each row: name, status, date, commit, and how many files of its code have changed since."""
+    """Print a line for each row: name, status, date, commit, and how many files of its code have changed since."""
     for name, row in rows.items():
         changed = row.changed()
         if stale and changed == []:
@@ -67,13 +67,14 @@ def show(rows: dict[str, Row], stale: bool) -> None:
 
 
 def in_rooms(files: list[str]) -> str:
-    """How many files there are in each folder of a package."""
+    """The number of files in each folder of a package, in words."""
     counts = Counter("/".join(file.split("/")[:2]) for file in files)
     return ", ".join(f"{room} ({count})" if room not in files else room for room, count in counts.items())
 
 
 def measure(rows: list[Row]) -> int:
-    """Run each command once, and write what it says of every row that has it; figures keep their names."""
+    """Run each command once, and write the figures that it prints for every row of this command. Returns 1 if some
+    could not be read from its output, else 0."""
     failed = 0
     for command in dict.fromkeys(row.command for row in rows):
         theirs = [row for row in rows if row.command == command]
@@ -117,14 +118,14 @@ def write(row: Row, values: dict, minutes: float) -> None:
 
 
 def commit(row: Row) -> str:
-    """The present commit; a plus behind it says that the row's code has changes that are in no commit."""
+    """The present commit; a plus sign after it means that the row's code has changes that are in no commit."""
     head = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", *row.code], cwd=ROOT)
     return head.stdout.strip() + ("+" if changed.returncode == 1 else "")
 
 
 def save(known: dict) -> None:
-    """Write the file, a line for each field of a row, and the pages."""
+    """Write the file, with one line for each field of a row, and the pages."""
     FILE.write_text(json.dumps(known, indent=1, ensure_ascii=False) + "\n")
     pages()
 

@@ -1,4 +1,4 @@
-"""Puts pip into the environment of the Python that runs this, where ensurepip is missing."""
+"""Install pip into the environment of the Python that runs this, if ensurepip is missing."""
 
 import os
 import re
@@ -10,7 +10,7 @@ import urllib.request
 
 
 def newest_wheel(index: str) -> str:
-    """The address of pip's newest release in a package index."""
+    """The URL of pip's newest release in a package index. Exits if there is none."""
     page = f"{index.rstrip('/')}/pip/"
     with urllib.request.urlopen(page) as reply:
         text = reply.read().decode()

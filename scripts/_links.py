@@ -1,9 +1,9 @@
-"""Follow every link inside a built site, and find what it would load from elsewhere.
+"""Follow every link inside a built site, and find everything that it would load from elsewhere.
 
     python scripts/_links.py build/docs
 
-A link to another site is left alone: nobody can follow it without a network. A picture, script, style or frame from
-elsewhere is an error, for the site is to be read without one.
+A link to another site is not checked, because it cannot be followed without a network. A picture, script, style or
+frame from elsewhere is an error, because the site must be readable without a network.
 """
 
 import sys
@@ -13,18 +13,18 @@ from typing import NamedTuple
 from urllib.parse import unquote, urlsplit
 
 LOADED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "object": "data"}
-"""Elements that load something at once -> the attribute that says what."""
+"""Elements that load something with the page -> the attribute with its address."""
 
 
 class Link(NamedTuple):
-    """Where a page points to, and whether it is loaded with the page."""
+    """A target to which a page points, and whether it is loaded with the page."""
 
     target: str
     loaded: bool
 
 
 class Page(HTMLParser):
-    """The links of a page, and the places in it that can be pointed at."""
+    """The links of a page, and the places in it that a link can point to."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -33,7 +33,7 @@ class Page(HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Note what an element points to and what it is called."""
+        """Note the targets of an element and its name."""
         given = {name: value for name, value in attrs if value is not None}
         self.places |= {given[name] for name in ("id", "name") if name in given}
         if tag == "a" and "href" in given:
@@ -73,7 +73,7 @@ def _wrong(link: Link, path: Path, pages: dict[Path, Page], site: Path) -> str |
 
 
 def main() -> int:
-    """Print what is wrong; 1 if anything is, or if there is no page."""
+    """Print all problems. Returns 1 if there are any, or if there is no page, else 0."""
     site = Path(sys.argv[1])
     if not (site / "index.html").is_file():
         print(f"{site}: no index.html there: not a built site", file=sys.stderr)

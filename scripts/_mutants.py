@@ -1,15 +1,15 @@
 """Apply each edit of tests/mutants/*.toml to a copy of the tree and run the tests that should notice.
 
-An edit that no test notices survives: then a test is missing. Before that the same tests run without any edit, for a
-test that fails anyway notices nothing. The quick ones of its tests come first, the slow ones only if those pass.
+An edit that no test notices survives: then a test is missing. Before the edit the same tests run without it, because a
+test that fails anyway notices nothing. The quick tests run first, the slow ones only if those pass.
 
-In `file` the text `find` stands once and becomes `put`. A group says where its mutants are and which tests are theirs,
-unless a mutant says otherwise.
+The text `find`, which occurs once in `file`, is replaced by `put`. A group names the file and the tests of its mutants,
+unless a mutant names its own.
 
-    scripts/mutants                      # all of them
-    scripts/mutants adamw clip           # those whose name has one of these words
+    scripts/mutants                      # all mutants
+    scripts/mutants adamw clip           # mutants with one of these words in their names
     scripts/mutants --part 3/20          # every twentieth, from the third on
-    scripts/mutants --quick              # by quick tests alone
+    scripts/mutants --quick              # with quick tests alone
     scripts/mutants --list
     scripts/mutants --collect            # does pytest find tests for each? it runs none
 """
@@ -39,8 +39,10 @@ sys.path.insert(0, str(ROOT))
 from tests.chosen import in_part  # noqa: E402
 
 LISTS = ROOT / "tests" / "mutants"
-NO_TESTS = 5  # pytest's exit code
-WORKERS = 2  # compiling keeps but one core busy
+# Pytest's exit code if it finds no tests.
+NO_TESTS = 5
+# Compiling keeps only one core busy.
+WORKERS = 2
 COPIED = (
     "dualpipe_jax",
     "models",
@@ -55,7 +57,7 @@ COPIED = (
 
 
 class Mutant(NamedTuple):
-    """One edit: in ``file`` the text ``find``, which stands there once, becomes ``put``; ``tests`` are pytest's."""
+    """One edit: in ``file`` the text ``find``, which occurs once, becomes ``put``; ``tests`` are pytest's arguments."""
 
     name: str
     file: str
@@ -65,7 +67,7 @@ class Mutant(NamedTuple):
 
 
 def read() -> list[Mutant]:
-    """All mutants; the tests of a group are those of each in it that names no others."""
+    """All mutants. A mutant without ``file`` or ``tests`` has those of its group."""
     found = []
     for path in sorted(LISTS.glob("*.toml")):
         for group in tomllib.loads(path.read_text())["group"]:
@@ -80,14 +82,14 @@ def read() -> list[Mutant]:
 
 
 def stale(mutant: Mutant) -> str | None:
-    """Why an edit cannot be made any more, None if it can."""
+    """The reason why an edit cannot be made any more; None if it can."""
     path = ROOT / mutant.file
     count = path.read_text().count(mutant.find) if path.exists() else 0
     return None if count == 1 else f"{mutant.file} has {mutant.find!r} {count} times, must have it once"
 
 
 def without_tests(mutants: list[Mutant]) -> list[Mutant]:
-    """Those for which pytest finds no test, or cannot read one: a test's new name is not what ``-k`` asks for."""
+    """The mutants for which pytest finds no test or cannot read one, for example because ``-k`` has an old name."""
     import pytest
 
     @functools.cache
@@ -110,7 +112,7 @@ def run_tests(tree: Path, tests: str, part: str) -> int:
 
 
 def try_one(mutant: Mutant, tree: Path, sound: dict[tuple[str, str], int], parts: list[str]) -> str:
-    """What became of an edit: "caught (quick)", "caught (slow)", "SURVIVED", or why nothing can be said."""
+    """The result of an edit: "caught (quick)", "caught (slow)", "SURVIVED", or the reason why there is no result."""
     if problem := stale(mutant):
         return f"STALE: {problem}"
     path, ran = tree / mutant.file, False
@@ -127,7 +129,8 @@ def try_one(mutant: Mutant, tree: Path, sound: dict[tuple[str, str], int], parts
             code = run_tests(tree, mutant.tests, part)
         finally:
             path.write_text(text)
-        if code in (1, 2):  # 2: an edit after which a test file cannot even be imported
+        # 2: after the edit a test file cannot even be imported.
+        if code in (1, 2):
             return f"caught ({part})"
         if code != 0:
             return f"BROKEN: pytest ended with {code}"
@@ -136,7 +139,7 @@ def try_one(mutant: Mutant, tree: Path, sound: dict[tuple[str, str], int], parts
 
 
 def copy_tree(tree: Path, build: Path) -> Path:
-    """The checkout's copy; what its tests compile goes where the other copies' tests find it."""
+    """Copy the checkout to ``tree``. Its build folder is ``build``, where all copies share what their tests compile."""
     tree.mkdir()
     for name in COPIED:
         source = ROOT / name
@@ -151,13 +154,14 @@ def copy_tree(tree: Path, build: Path) -> Path:
 def try_group(
     mutants: list[Mutant], trees: SimpleQueue, parts: list[str], interrupted: Event
 ) -> list[tuple[str, str]]:
-    """What became of each, by name, in a copy that nobody else is using."""
+    """(name, result) of each mutant, tried in a copy that nobody else is using."""
     tree, found = trees.get(), []
     sound: dict[tuple[str, str], int] = {}
     for mutant in mutants:
         began = time.monotonic()
         told = try_one(mutant, tree, sound, parts)
-        if interrupted.wait(0.1):  # Ctrl-C ends the tests first: what they ended with means nothing
+        # Ctrl-C ends the tests first, so their exit code means nothing.
+        if interrupted.wait(0.1):
             break
         found.append((mutant.name, told))
         print(f"{mutant.name}: {told} ({time.monotonic() - began:.0f} s)", flush=True)
@@ -166,7 +170,7 @@ def try_group(
 
 
 def main() -> int:
-    """Try them; 1 unless all were caught."""
+    """Run from the command line. Returns the exit code: 1 unless all mutants were caught, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("words", nargs="*", help="parts of names; all mutants if left out")
     parser.add_argument("--part", help="K/N: every Nth, from the Kth on")
@@ -174,9 +178,9 @@ def main() -> int:
         "--quick", action="store_true", help="by the quick tests alone, as scripts/test runs them"
     )
     parser.add_argument(
-        "--list", action="store_true", help="names, and edits that do not fit the code any more"
+        "--list", action="store_true", help="list names, and edits that do not fit the code any more"
     )
-    parser.add_argument("--collect", action="store_true", help="those whose tests are not there")
+    parser.add_argument("--collect", action="store_true", help="list mutants without tests")
     given = parser.parse_args()
     mutants = [m for m in read() if not given.words or any(word in m.name for word in given.words)]
     if given.part is not None:
@@ -193,7 +197,8 @@ def main() -> int:
         print("\n".join(f"{name}{f'  STALE: {problem}' if problem else ''}" for name, problem in problems))
         return int(any(problem for _, problem in problems))
     parts = ["quick"] if given.quick else ["quick", "slow"]
-    groups = defaultdict(list)  # what the same tests should notice: these run once without any edit
+    # Mutants with the same tests, which run once without any edit.
+    groups = defaultdict(list)
     for mutant in mutants:
         groups[mutant.tests].append(mutant)
     with tempfile.TemporaryDirectory(prefix="mutants") as folder, ThreadPoolExecutor(WORKERS) as workers:
