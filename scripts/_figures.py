@@ -1,4 +1,4 @@
-"""List the figures of docs/results.json that are older than the code on which they rest, or measure them again.
+"""List the figures of docs/results.json that are older than the code on which they depend, or measure them again.
 
 scripts/figures                       # every row: its date, and how many files of its code have changed since
 scripts/figures --stale               # only rows of which some files have changed

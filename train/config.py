@@ -190,7 +190,7 @@ class LaunchConfig:
     process_id: NotNegative | None = None
     """Number of this process, counted from 0. Needed where no launcher tells it."""
     coordinator_bind: Annotated[str | None, arg(metavar="HOST:PORT")] = None
-    """Address at which process 0 listens, if not at the coordinator's own. It trusts whoever reaches it."""
+    """Address at which process 0 listens, if not at the coordinator's own. It trusts everyone who reaches it."""
     patience: AboveZero | None = None
     """Seconds without a finished step after which a process counts as stuck and ends. If left out, ten median
     steps, but at least 20 seconds. Compiling is not counted."""

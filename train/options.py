@@ -44,7 +44,7 @@ class Command(TrainConfig):
     """File that `dualpipe plan` wrote: the model and the options of its step. --config and flags win over it."""
     resume: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Go on with the run of this --name, or with the newest, from its latest checkpoint that is whole. The
-    run keeps its options, but those given here win. A run that has saved nothing yet begins anew."""
+    run keeps its options, but those given here win. A run that has saved nothing yet begins again."""
     check: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
     """Train nothing, but read every checkpoint of a run's folder and say which are whole."""
 
@@ -52,7 +52,7 @@ class Command(TrainConfig):
     """Train nothing, but lay the curves of finished runs side by side and say whether they are bitwise equal.
     The exit code is 0 if they are, else 1."""
     report: Annotated[Path | None, tyro.conf.arg(metavar="RUN")] = None
-    """Train nothing, but write a run's report.html anew from what is in its folder."""
+    """Train nothing, but write a run's report.html again from the files in its folder."""
 
     @property
     def options(self) -> TrainConfig:
@@ -171,7 +171,8 @@ def read_file(path: Path) -> Mapping[str, Any]:
         case ".json":
             loads = json.loads
         case ".yaml" | ".yml":
-            import yaml  # only for those who use it
+            # Imported only for a YAML file.
+            import yaml
 
             loads, wrong = yaml.safe_load, yaml.YAMLError
         case _:

@@ -1,4 +1,4 @@
-"""From options to a run that is ready to go."""
+"""Prepare a run from its options."""
 
 import dataclasses
 import functools

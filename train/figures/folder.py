@@ -63,7 +63,7 @@ def made(config: TrainConfig, *, resume: bool) -> Path:
 
 @contextmanager
 def claimed(config: TrainConfig, *, resume: bool) -> Iterator[Path]:
-    """The run's folder, as ``made`` makes it, held as ``held`` holds it.
+    """The run's folder, made by ``made`` and held by ``held``.
 
     Raises:
       ConfigError: it cannot be made or belongs to another run, ended or running.

@@ -100,7 +100,8 @@ def _share_out(
                     f"command goes on, with a smaller --shard-mb it takes less; the last: {_first_line(error)}"
                 ) from None
             start(number)
-        except exceptions.RayTaskError as error:  # of the function itself
+        # Raised by the function itself.
+        except exceptions.RayTaskError as error:
             raise error.cause from error
         except exceptions.RayError as error:
             raise DataError(f"--ray: {_first_line(error)}") from error

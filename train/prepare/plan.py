@@ -46,7 +46,7 @@ class Plan:
 def make_plan(
     documents: Sequence[int], num_buckets: int, held_out: float, find_near: bool, work: Folder
 ) -> Plan:
-    """Count what is kept and list it for each bucket, unless that is done.
+    """Count the documents that are kept and list them for each bucket, unless that is done.
 
     Args:
       documents: the number of documents of each piece.

@@ -30,7 +30,8 @@ class Story:
         self._path = path
 
     def tell(self, text: str) -> None:
-        with contextlib.suppress(OSError), self._path.open("a") as file:  # a full disk ends no run
+        # A full disk must not end the run.
+        with contextlib.suppress(OSError), self._path.open("a") as file:
             file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n")
         print(f"supervisor: {text}", file=sys.stderr, flush=True)
 

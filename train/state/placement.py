@@ -1,4 +1,4 @@
-"""States whose experts are in any slots of the devices: how they are made, moved to another placement, and undone.
+"""States whose experts are in any slots of the devices: how experts get there, back in order, and to a new placement.
 
 The arrays of a checkpoint do not depend on the placement: the canonical form has every expert once, in order, so that a
 run may go on under another layout, or without placements. The placement of a state is read from its own tables; see
@@ -62,7 +62,7 @@ class PlacedLayout(Layout):
       near: see ``parallel.share_copies``.
     """
 
-    in_order: Layout = None  # type: ignore[assignment]  # always given; what is inherited ends with a default
+    in_order: Layout = None  # type: ignore[assignment]  # always given; a default is needed after inherited ones
     num_slots: int = 0
     near: bool = True
 
