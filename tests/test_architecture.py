@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "varying": (),
     "gradient_sum": ("varying",),
     "made_once": (),
+    "ynnpack": (),
     "parallel": ("torus", "varying", "gradient_sum", "made_once"),
     "split": ("varying", "gradient_sum", "made_once"),
     "contract": (),
@@ -57,11 +58,12 @@ MAY_IMPORT |= {
             "gradient_sum",
             "made_once",
             "varying",
+            "ynnpack",
         )
     ),
     "models.decode": (
         "models",
-        *(f"dualpipe_jax.{p}" for p in ("arguments", "functional", "parallel", "pair")),
+        *(f"dualpipe_jax.{p}" for p in ("arguments", "functional", "parallel", "pair", "ynnpack")),
     ),
     "models.serve": ("models.config", "models.decode"),
     "train": ("dualpipe_jax", "models"),
@@ -178,6 +180,19 @@ def test_nobody_changes_jax_config_at_import():
         if re.search(r"\bconfig\.update\(", path.read_text())
     ]
     assert not changing
+
+
+def test_the_option_for_ynnpack_is_spelt_in_one_place():
+    """A docstring may name it among other words."""
+    option = "xla_cpu_experimental_ynn_fusion_type"
+    spelt = [
+        str(path.relative_to(ROOT))
+        for part in ("dualpipe_jax", "models", "train")
+        for path in sources(part)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and str(node.value).strip("-=") == option
+    ]
+    assert spelt == ["dualpipe_jax/ynnpack.py"]
 
 
 def test_importing_everything_leaves_jax_config_alone():

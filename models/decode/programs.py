@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from dualpipe_jax.functional import Tree
 from dualpipe_jax.pair import side_by_side
 from dualpipe_jax.parallel import EP
+from dualpipe_jax.ynnpack import YNNPACK
 from models.config import Config
 from models.decode.cache import Rows, init_cache, write
 from models.decode.experts import weight_specs
@@ -133,7 +134,7 @@ def _options(platform: str) -> dict[str, str] | None:
     For many rows both take equally long. None on other platforms, and for a version of JAX that lacks the
     option.
     """
-    options = {"xla_cpu_experimental_ynn_fusion_type": ""}
+    options = {YNNPACK: ""}
     if platform != "cpu":
         return None
     try:

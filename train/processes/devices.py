@@ -4,6 +4,7 @@ import os
 import re
 
 from dualpipe_jax.inspect.compiler import IN_ORDER
+from dualpipe_jax.ynnpack import YNNPACK
 from train.config import ConfigError, TrainConfig
 
 # Virtual devices share the cores, so on a busy machine a collective waits long for the last device.
@@ -11,7 +12,7 @@ _PATIENCE = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
-_BFLOAT16 = "--xla_cpu_experimental_ynn_fusion_type="
+_BFLOAT16 = f"--{YNNPACK}="
 """The flag that turns YNNPACK off. Its products of bfloat16 in float32 wait, for minutes, for threads that the permutes
 of other devices hold. And from JAX 0.11 on, XLA leaves gradients of bfloat16 matrices to it that it does not support,
 and then sums them in bfloat16."""
