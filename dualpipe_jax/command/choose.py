@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
-from dualpipe_jax.command.compare import facts, rows_of, tabulate
+from dualpipe_jax.command.compare import Row, by_merit, facts, tabulate
 from dualpipe_jax.command.given import Given, Share
 from dualpipe_jax.command.options import (
     Costs,
@@ -52,13 +52,16 @@ class Choose(Within):
         share = Given().under(self.costs, self.memory)
         limit = limit_of(self.memory_limit)
         candidates = self.candidates(share, limit)
-        fitting = [candidate.schedule for candidate in candidates if candidate.fits]
+        fitting = [candidate.timeline for candidate in candidates if candidate.fits]
         refused = {
             candidate.name: _why_not(candidate, share, limit)
             for candidate in candidates
             if not candidate.fits
         }
-        rows = rows_of(filter(None, fitting), share, refused, limit, self.jitter)
+        rows = by_merit(
+            Row.of(timeline, share.costs, share.sizes, limit, self.jitter)
+            for timeline in filter(None, fitting)
+        )
         given = f"{self.ranks} ranks, {self.microbatches} microbatches, {describe(share.costs, share.units)}"
         if self.memory_limit is not None:
             given += f", memory limit {share.units.size(limit)}"

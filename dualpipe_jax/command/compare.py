@@ -13,7 +13,7 @@ from dualpipe_jax.command.output import Reasons, show, show_json
 from dualpipe_jax.command.source import schedules_of
 from dualpipe_jax.present.numbers import number, percent
 from dualpipe_jax.present.table import Table
-from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, simulate
+from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, Timeline, simulate
 from dualpipe_jax.schedule.formats.costs_text import describe
 from dualpipe_jax.schedule.simulate import jittered
 
@@ -47,16 +47,16 @@ class Row:
     @classmethod
     def of(
         cls,
-        schedule: Schedule,
+        timeline: Timeline,
         costs: CostModel,
         sizes: MemoryModel,
         limit: float = math.inf,
         jitter: float = 0.0,
     ) -> "Row":
-        """Simulate a schedule under a whole rank's costs and sizes; a limit of memory raises the bound."""
+        """A schedule simulated under a whole rank's costs, and its sizes; a limit of memory raises the bound."""
         from dualpipe_jax.schedule import lower_bound
 
-        timeline = simulate(schedule, costs.for_schedule(schedule))
+        schedule = timeline.schedule
         other = simulate(schedule, other_send(costs).for_schedule(schedule)).makespan
         free, real = (other, timeline.makespan) if costs.dearest_send else (timeline.makespan, other)
         counts = schedule.num_ranks, schedule.num_microbatches
@@ -66,7 +66,7 @@ class Row:
             timeline.makespan,
             free,
             real,
-            _quantiles(schedule, costs.for_schedule(schedule), jitter) if jitter else None,
+            _quantiles(schedule, timeline.costs, jitter) if jitter else None,
             timeline.bubble,
             timeline.makespan / bound - 1 if bound else 0.0,
             max(timeline.idle),
@@ -215,11 +215,11 @@ def rows_of(
     rows = []
     for schedule in schedules:
         try:
-            share.costs.for_schedule(schedule)
+            own = share.costs.for_schedule(schedule)
         except ValueError as error:
             refused[schedule.name] = str(error)
         else:
-            rows.append(Row.of(schedule, share.costs, share.sizes, limit, jitter))
+            rows.append(Row.of(simulate(schedule, own), share.costs, share.sizes, limit, jitter))
     return by_merit(rows)
 
 

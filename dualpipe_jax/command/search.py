@@ -24,7 +24,7 @@ from dualpipe_jax.command.options import (
 )
 from dualpipe_jax.command.output import in_terminal, show, show_json, waiting
 from dualpipe_jax.present.numbers import Units, percent
-from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Schedule, simulate
+from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Schedule, Timeline, simulate
 from dualpipe_jax.schedule.costs import HAIR, at_most
 from dualpipe_jax.schedule.formats.costs_text import describe
 from dualpipe_jax.schedule.formats.json_text import to_json
@@ -72,8 +72,9 @@ class Search(Within):
         with waiting("searching"):
             found = self.find(costs, sizes)
         seconds = time.perf_counter() - began
-        self.keep(found, share, form)
-        ours, named = Row.of(found, costs, sizes, self.limit), self.named(share)
+        timeline = simulate(found, costs.for_schedule(found))
+        self.keep(timeline, share, form)
+        ours, named = Row.of(timeline, costs, sizes, self.limit), self.named(share)
         if self.json:
             show_json(_facts(found, ours, named, seconds) | {"units": dataclasses.asdict(units)})
         else:
@@ -116,10 +117,9 @@ class Search(Within):
         rows = rows_of(schedules, share, {}, self.limit)
         return by_merit(row for row in rows if at_most(row.memory, self.limit))
 
-    def keep(self, found: Schedule, share: Share, form: Format) -> None:
+    def keep(self, timeline: Timeline, share: Share, form: Format) -> None:
         """Write the schedule to the file, if there is to be one."""
         if self.output is not None:
-            timeline = simulate(found, share.costs.for_schedule(found))
             write(encode(timeline, form, share), self.output)
 
     def kept(self) -> str:

@@ -120,3 +120,16 @@ def test_what_takes_long_says_so(capsys, monkeypatch):
     with output.told_if_long("dualpipe show: at work"):
         assert came.wait(60)
     assert told == [("dualpipe show: at work ...",)]
+
+
+def test_choosing_simulates_each_schedule_once_for_each_send(monkeypatch, capsys):
+    """A schedule is played at its own costs, and at those of the other send that its row tells."""
+    played = []
+
+    def noted(placement, orders, ran, costs, *args, **kwargs):
+        played.append((orders, costs))
+        return clock(placement, orders, ran, costs, *args, **kwargs)
+
+    monkeypatch.setattr(simulated, "clock", noted)
+    assert main(["choose", "--ranks", "4", "--microbatches", "8", "--json"]) == 0
+    assert len(played) == len(set(played)) > len(SCHEDULES)
