@@ -152,6 +152,7 @@ def prepare(config: TrainConfig) -> Run:
             layout.abstract,
             options,
             recipe.mtp_weight if model.config.num_mtp_layers else None,
+            recipe.learning_rate,
         )
 
     def grown(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Any]]:

@@ -4,6 +4,7 @@ The trainer requires two things of a model: parameters under a key "routing" are
 own, and its metrics are those of ``models.deepseek``.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -35,11 +36,15 @@ def make_optimizer(
     """AdamW after clipping by the global norm; weights decay, norms and biases do not.
 
     All is computed in float32, whatever dtype the ``moments`` are kept in between steps (DeepSeek-V3 keeps both
-    averages in bfloat16; arXiv:2412.19437, section 3.3.3). Its ``update`` takes the gradient's ``norm`` as an option,
-    for gradients whose norm is not that of all their leaves.
+    averages in bfloat16; arXiv:2412.19437, section 3.3.3). Its ``update`` has two options: ``norm``, for gradients
+    whose norm is not that of all their leaves, and ``rate``, the step's learning rate if that is a schedule.
     """
-    adamw = optax.adamw(learning_rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=is_decayed)
-    inner = optax.chain(optax.clip_by_global_norm(clip), adamw)
+
+    def adamw(rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
+        return optax.adamw(rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=is_decayed)
+
+    whole_norm = optax.clip_by_global_norm(clip)
+    inner = optax.chain(whole_norm, adamw(learning_rate))
 
     def init(params: Tree) -> optax.OptState:
         return _floating_as(moments, inner.init(params))
@@ -50,9 +55,12 @@ def make_optimizer(
         params: Tree | None = None,
         *,
         norm: jax.Array | None = None,
+        rate: jax.Array | None = None,
         **_: Any,
     ):
-        clipped = inner if norm is None else optax.chain(_clip_norm(clip, norm), adamw)
+        # A schedule's state is a count, so one that gives the rate it was told keeps the state's tree.
+        moved = adamw(learning_rate if rate is None else lambda count: rate)
+        clipped = optax.chain(whole_norm if norm is None else _clip_norm(clip, norm), moved)
         with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the power of an integer count
             updates, state = clipped.update(grads, _floating_as(jnp.float32, state), params)
         return updates, _floating_as(moments, state)
@@ -83,11 +91,13 @@ def make_update(
     state: TrainState,
     compiler_options: dict[str, str] | None = None,
     mtp_weight: optax.Schedule | None = None,
+    learning_rate: optax.Schedule | None = None,
 ) -> Update:
-    """The jitted function ``update(state, batch) -> (state, metrics)``, which reuses the old state's memory.
+    """The compiled function ``update(state, batch) -> (state, metrics)``, which reuses the old state's memory.
 
-    ``bias_rate`` may be a function of the step. ``mtp_weight``, a function of the step, overrides the model's own
-    weight; None keeps that.
+    ``bias_rate`` may be a function of the step; ``mtp_weight`` and ``learning_rate`` are functions of the step that
+    override the model's own weight and the optimizer's rate, or None, which keeps these. A small program of its own
+    computes their values, which are inputs of the step: so the compiled step is the same for any number of steps.
 
     Each leaf of the new state has the sharding of that leaf in ``state``, so the second step is not compiled again. For
     the options see ``recommended_compiler_options``. If experts are placed (``models.placement``), all copies of an
@@ -109,17 +119,21 @@ def make_update(
         once = count_once(grads, params)
         return grads, once, {"norm": optax.tree.norm(once)}
 
-    def update(state: TrainState, batch: Tree):
+    schedules = {"bias_rate": bias_rate, "mtp_weight": mtp_weight, "rate": learning_rate}
+    schedules = {name: schedule for name, schedule in schedules.items() if callable(schedule)}
+
+    def update(state: TrainState, batch: Tree, values: dict[str, jax.Array]):
         if mtp_weight is not None:
-            batch = batch | {"mtp_weight": jnp.full(batch["inputs"].shape[:2], mtp_weight(state.step))}
+            batch = batch | {"mtp_weight": jnp.full(batch["inputs"].shape[:2], values["mtp_weight"])}
         (objective, report), grads = value_and_grad(state.params, batch)
         counts, dropped = report.metrics["counts"], report.metrics["dropped"]
         params, grads = trainable(state.params), _floating_as(jnp.float32, trainable(grads))
         grads, once, told = counted_once(grads, state.params)
+        if learning_rate is not None:
+            told["rate"] = values["rate"]
         updates, opt_state = optimizer.update(grads, state.opt_state, params, **told)
         params = with_trainable(state.params, optax.apply_updates(params, updates))
-        moved = bias_rate(state.step) if callable(bias_rate) else bias_rate
-        params = update_routing(params, counts, moved)
+        params = update_routing(params, counts, values.get("bias_rate", bias_rate))
         metrics = {
             **_losses(figures(report.losses, report.metrics)),
             "objective": objective,
@@ -132,7 +146,32 @@ def make_update(
         return TrainState(state.step + 1, params, opt_state), metrics
 
     lies = (shardings(state), None)
-    return jax.jit(update, donate_argnums=0, out_shardings=lies, compiler_options=compiler_options)
+    step = jax.jit(update, donate_argnums=0, out_shardings=lies, compiler_options=compiler_options)
+    values = jax.jit(
+        lambda count: {name: schedule(count) for name, schedule in schedules.items()},
+        out_shardings=lies[0].step,
+    )
+    return _Scheduled(step, values)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scheduled:
+    """A compiled step whose schedules are inputs.
+
+    Attributes:
+      step: ``(state, batch, values) -> (state, metrics)``, compiled.
+      values: the values of the schedules by name, a compiled function of the step's number.
+    """
+
+    step: Any
+    values: Any
+
+    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, dict[str, Any]]:
+        return self.step(state, batch, self.values(state.step))
+
+    def lower(self, state: TrainState, batch: Tree) -> Any:
+        """Lower the step, as the method of ``jax.jit`` does; the state may be abstract."""
+        return self.step.lower(state, batch, self.values.eval_shape(state.step))
 
 
 def _losses(found: dict[str, jax.Array]) -> dict[str, Any]:

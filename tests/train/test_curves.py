@@ -34,7 +34,7 @@ def curve(run, state, update):
         state, metrics = update(state, batch)
         losses.append([metrics[name].item() for name in ("loss", "objective")])
         loads.append(np.asarray(metrics["counts"]))
-    assert update._cache_size() == 1, "the step was compiled again"
+    assert update.step._cache_size() == 1, "the step was compiled again"
     return np.array(losses), np.array(loads)
 
 

@@ -74,9 +74,26 @@ def test_the_update_gets_gradients_optimizer_and_bias_rate(spied):
     assert args[0] is seen["Pipeline"][0][2].value_and_grad
     recipe = seen["of_run"][0][2]
     assert args[1] is seen["make_optimizer"][0][2]
-    assert (args[2], args[5]) == (recipe.bias_rate, recipe.mtp_weight)
+    assert (args[2], *args[5:]) == (recipe.bias_rate, recipe.mtp_weight, recipe.learning_rate)
     assert args[4]["xla_cpu_enable_fast_min_max"] == "True"
     assert run.update is update
+
+
+def test_runs_of_any_number_of_steps_share_the_compiled_step():
+    """Learning rate, warm-up, bias rate and weight of multi-token prediction are all others; the program is not."""
+    texts, values = [], []
+    for steps in (10, 1000):
+        run = setup.prepare(
+            configure(
+                dp=1, pp=1, ep=1, schedule="gpipe", microbatches=1, microbatch_size=1, sequence=8, model="tiny",
+                layers=1, mtp=1, final_mtp_weight=0.1, constant_until=0.5, steps=steps,
+            )
+        )  # fmt: skip
+        batch = {name: jax.ShapeDtypeStruct((1, 1, 8), np.int32) for name in ("inputs", "targets")}
+        texts.append(run.update.lower(run.layout.abstract, batch).as_text())
+        values.append(run.update.values(7))
+    assert values[0]["rate"] != values[1]["rate"] and values[0]["mtp_weight"] != values[1]["mtp_weight"]
+    assert texts[0] == texts[1]
 
 
 def test_the_schedule_is_the_one_asked_for(spied):

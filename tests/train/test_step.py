@@ -119,23 +119,32 @@ def named(tree):
 KEPT = {"float32": lambda m: m, "bfloat16": lambda m: m.astype(jnp.bfloat16).astype(np.float64)}
 
 
-@pytest.mark.parametrize("moments", KEPT)
-def test_three_steps_move_every_leaf_as_adamw_by_hand_does(model, batch, moments):
-    """And the bias by the loads; the optimizer owns weights alone, and the old state's memory is reused."""
+@pytest.mark.parametrize(
+    ("moments", "told_rates"), [("float32", False), ("float32", True), ("bfloat16", True)]
+)
+def test_three_steps_move_every_leaf_as_adamw_by_hand_does(model, batch, moments, told_rates):
+    """And the bias by the loads; the optimizer owns weights alone, and the old state's memory is reused.
+
+    The optimizer computes the rates, or is told them: then it asks its own schedule for nothing.
+    """
     rates = [0.02, 0.05, 0.01]
-    optimizer = make_optimizer(
-        lambda count: jnp.asarray(rates)[count], clip=1.0, weight_decay=0.1, moments=moments
-    )
+
+    def rate(count):
+        return jnp.asarray(rates)[count]
+
+    own = (lambda count: jnp.float32(jnp.nan)) if told_rates else rate
+    optimizer = make_optimizer(own, clip=1.0, weight_decay=0.1, moments=moments)
     value_and_grad = reference_value_and_grad(model.staged())
     began = jax.device_get(jax.jit(model.init)(jax.random.key(0)))
     state = first = init_state(replicated(began), optimizer)
-    update, biases, told = make_update(value_and_grad, optimizer, RATE, state), [], []
+    schedules = {"learning_rate": rate} if told_rates else {}
+    update, biases, told = make_update(value_and_grad, optimizer, RATE, state, **schedules), [], []
     for _ in rates:
         state, metrics = update(state, batch)
         biases.append(np.asarray(state.params["stages"]["routing"]["bias"])[:, 0])
         told.append(metrics)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(first.params["shared"]))
-    assert update._cache_size() == 1 and int(state.step) == 3
+    assert update.step._cache_size() == 1 and int(state.step) == 3
 
     compiled = jax.jit(value_and_grad)
     (_, report), grads = compiled(began, batch)
