@@ -28,6 +28,10 @@ class ArgumentError(TypeError, ValueError):
     """An argument is not of the type in the signature, or is none of the literals that it names."""
 
 
+class UnfitError(ValueError):
+    """Arguments of a step do not fit together or do not fit the device; raised while tracing, so nothing has run."""
+
+
 def typechecked(function: T) -> T:
     """The function or dataclass, changed to raise ArgumentError for an argument that its signature does not allow.
 

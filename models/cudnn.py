@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.layout import Layout
 
+from dualpipe_jax.arguments import UnfitError
 from models.attention import same_segment
 
 HOPPER = (9, 0)
@@ -64,16 +65,16 @@ def cudnn_attention(
     """Compute ``causal_attention`` by cuDNN's flash attention. Segments take a mask [B, S, S] in the GPU's memory.
 
     Raises:
-      ValueError: cuDNN does not take the dtype or the width of heads on the GPU that runs the program, or segments have
+      UnfitError: cuDNN does not take the dtype or the width of heads on the GPU that runs the program, or segments have
         an odd length.
     """
     if not cudnn_takes(q_BHSX):
-        raise ValueError(
+        raise UnfitError(
             f"cudnn_attention: heads are {q_BHSX.shape[-1]} wide and {q_BHSX.dtype.name}; cuDNN takes 16 bits and "
             f"multiples of 8, on this GPU {widest_heads()} at most: take attention 'plain'"
         )
     if segment_ids is not None and segment_ids.shape[-1] % 2:
-        raise ValueError(
+        raise UnfitError(
             f"cudnn_attention: segments are {segment_ids.shape[-1]} long; cuDNN's mask needs an even length: fill the "
             "sequence up by one, or take attention 'plain'"
         )

@@ -14,6 +14,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
+from dualpipe_jax.arguments import UnfitError
 from dualpipe_jax.parallel import Handle, expert_matmul
 from dualpipe_jax.parallel.expert_groups import BY_DEVICE, gpu_row
 from dualpipe_jax.parallel.kernel_cost import blocks_added, priced
@@ -242,7 +243,7 @@ def _splash_kernel(length: int, num_heads: int, interpret: bool) -> Callable[...
     block = next((size for size in (512, 256, 128) if length % size == 0), None)
     if block is None:
         near = max(128, round(length / 128) * 128)
-        raise ValueError(f"splash attention: 128 must divide the sequence of {length}, as it does {near}.")
+        raise UnfitError(f"splash attention: 128 must divide the sequence of {length}, as it does {near}.")
     whole = next(size for size in (2048, 1024, block) if length % size == 0)
     sizes = splash.BlockSizes(
         block_q=block,

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from dualpipe_jax.arguments import UnfitError
 from dualpipe_jax.contract import At, Out
 from dualpipe_jax.functional import Tree
 from models.config import Config
@@ -109,7 +110,7 @@ class Runs:
     def _nll(self, shared: Tree, x_BSD: Array, batch: Tree, depth: int) -> tuple[Array, Array]:
         targets_BS, counted_BS = targets_ahead(batch, depth)
         if depth >= targets_BS.shape[1]:
-            raise ValueError(
+            raise UnfitError(
                 f"deepseek: sequences of {targets_BS.shape[1]} tokens have no target for {depth} tokens ahead; "
                 "give longer ones, or a config with fewer num_mtp_layers."
             )

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from dualpipe_jax.arguments import UnfitError
 from train.checks import check, check_alone
 from train.config import ConfigError, TrainConfig, make_schedule
 from train.data import DataError
@@ -40,7 +41,7 @@ def told(error: Exception) -> int:
         case Stopped():
             print(error, file=sys.stderr)
             return error.code
-        case ConfigError() | DataError():
+        case ConfigError() | DataError() | UnfitError():
             print(f"error: {error}", file=sys.stderr)
             return 2
         case CheckpointError() | DivergedError():

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from dualpipe_jax.arguments import UnfitError
 from dualpipe_jax.contract import At, Out, StagedModel, StageFunction, Tree, returned
 from dualpipe_jax.engine.stages import PlacedStages, is_listed
 from dualpipe_jax.engine.storage import Leaf, entries
@@ -99,7 +100,7 @@ def check_arguments(
     for a key that is none.
     """
     if jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-        raise ValueError(
+        raise UnfitError(
             f"{schedule.name}: JAX_DISABLE_JIT or jax.disable_jit() is on, and a step is one program for all devices: "
             "operation by operation it would take hours. Turn it off; the plain model runs without jit: "
             "sequential_value_and_grad, or reference_value_and_grad for a StagedModel."

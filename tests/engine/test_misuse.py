@@ -18,6 +18,7 @@ from dualpipe_jax import (
     reference_value_and_grad,
     unplace_stages,
 )
+from dualpipe_jax.arguments import UnfitError
 from dualpipe_jax.schedule import dualpipe_v, gpipe, interleaved_1f1b, one_f_one_b, zb_v
 
 MICROBATCHES = 4
@@ -197,7 +198,7 @@ def test_under_the_setting_that_refuses_arrays_of_unlike_ranks():
 
 def test_without_jit_there_is_a_word_instead_of_hours():
     with jax.disable_jit():
-        with pytest.raises(ValueError, match="JAX_DISABLE_JIT or jax.disable_jit.. is on"):
+        with pytest.raises(UnfitError, match="JAX_DISABLE_JIT or jax.disable_jit.. is on"):
             pipeline().value_and_grad(*arguments())
         (loss, _), _ = reference_value_and_grad(pipeline().model)(*arguments())
     np.testing.assert_allclose(loss, plain_loss(*arguments()), rtol=1e-6)

@@ -15,6 +15,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import PartitionSpec as P
 
+from dualpipe_jax.arguments import UnfitError
 from dualpipe_jax.engine import At
 from dualpipe_jax.parallel import make_mesh, plan_dropless
 from dualpipe_jax.parallel.expert_groups import BY_DEVICE, grouped_matmul
@@ -194,11 +195,11 @@ def test_where_sums_have_one_order_the_backward_call_says_so(monkeypatch):
 def test_cudnn_says_what_it_does_not_take():
     q, k, v, _ = heads(jnp.float32)
     with pytest.raises(
-        ValueError, match="heads are 24 wide and float32; cuDNN takes 16 bits .* take attention"
+        UnfitError, match="heads are 24 wide and float32; cuDNN takes 16 bits .* take attention"
     ):
         cudnn_attention(q, k, v, 0.3)
     q, k, v = (a[:, :, :-1].astype(jnp.bfloat16) for a in (q, k, v))
-    with pytest.raises(ValueError, match="segments are 127 long; cuDNN's mask needs an even length"):
+    with pytest.raises(UnfitError, match="segments are 127 long; cuDNN's mask needs an even length"):
         cudnn_attention(q, k, v, 0.3, jnp.zeros((1, 127), int))
 
 
@@ -288,7 +289,7 @@ def test_sums_inside_a_kernel_stay():
 
 
 def test_splash_says_which_lengths_it_takes():
-    with pytest.raises(ValueError, match="128 must divide the sequence of 200, as it does 256"):
+    with pytest.raises(UnfitError, match="128 must divide the sequence of 200, as it does 256"):
         SPLASH(*(jnp.ones((1, 1, 200, 8)) for _ in range(3)), 1.0)
 
 

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from dualpipe_jax import Pipeline
+from dualpipe_jax.arguments import UnfitError
 from dualpipe_jax.contract import At
 from dualpipe_jax.engine.reference import reference_loss, reference_value_and_grad
 from dualpipe_jax.functional import num_params
@@ -365,6 +366,6 @@ def test_a_last_stage_of_nothing_but_the_head():
 def test_sequences_too_short_for_a_depth_are_refused():
     batch = jax.tree.map(lambda a: a[..., :1], a_batch())
     with pytest.raises(
-        ValueError, match="sequences of 1 tokens have no target for 1 tokens ahead; give longer"
+        UnfitError, match="sequences of 1 tokens have no target for 1 tokens ahead; give longer"
     ):
         jax.eval_shape(reference_loss(built().staged), a_params(), batch)

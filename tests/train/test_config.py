@@ -9,9 +9,10 @@ import sys
 import pytest
 
 import models
+from dualpipe_jax.arguments import UnfitError
 from dualpipe_jax.inspect.compiler import IN_ORDER
 from train import config
-from train.__main__ import main
+from train.__main__ import main, told
 from train.checks import check
 from train.config import FLAGS, ConfigError, configure
 from train.model import model_config
@@ -61,6 +62,28 @@ def test_options_are_refused_in_one_line(case, tmp_path, monkeypatch, capsys):
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1, said
     assert message in said
+
+
+@pytest.mark.slow
+def test_what_is_refused_while_the_step_is_traced_is_said_in_one_line(tmp_path, capsys):
+    """Its folder is there by then, and a warning that there is no report yet need not be the last line."""
+    (tmp_path / "text").write_bytes(b"what is learnt " * 300)
+    arguments = "--mtp 1 --sequence 1 --model tiny --layers 1 --schedule gpipe --pp 1 --ep 1 --microbatches 1"
+    where = ["--data", str(tmp_path / "text"), "--runs", str(tmp_path), "--eval-sequences", "1"]
+    assert main([*arguments.split(), "--microbatch-size", "1", "--steps", "1", *where]) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[-1] == (
+        "error: deepseek: sequences of 1 tokens have no target for 1 tokens ahead; give longer ones, or a config with "
+        "fewer num_mtp_layers."
+    )
+    assert not any("Traceback" in line for line in said)
+
+
+def test_an_error_that_nobody_expected_is_raised(capsys):
+    """A ValueError of Python's own, or of the engine's about the trainer, keeps its traceback."""
+    assert told(UnfitError("it does not fit")) == 2 and capsys.readouterr().err == "error: it does not fit\n"
+    with pytest.raises(ValueError, match="zip"):
+        told(ValueError("zip() argument 2 is shorter than argument 1"))
 
 
 def test_options_that_cannot_be_read_exit_with_2(capsys):
