@@ -250,7 +250,7 @@ def staged(model: PipelineModel, num_stages: int, *, has_aux: bool = False) -> S
     return StagedModel(kinds, ("first", *("middle",) * (num_stages - 2), "last"))
 
 
-def returned(kind: str, value: Any) -> Out:
+def checked_output(kind: str, value: Any) -> Out:
     """The value that a stage of a kind returned, checked.
 
     Raises TypeError, which says what is needed, for anything but an ``Out`` whose losses are floating scalars

@@ -1,15 +1,15 @@
 """The SPMD engine, which runs a lowered schedule, and the plain model with which its results are compared."""
 
 from dualpipe_jax.contract import At, Out, PipelineModel, Report, StagedModel, staged
-from dualpipe_jax.engine.doors import (
+from dualpipe_jax.engine.pipeline import Applied, Pipeline
+from dualpipe_jax.engine.reference import reference_loss, reference_value_and_grad
+from dualpipe_jax.engine.short_api import (
     pipeline_apply,
     pipeline_loss,
     pipeline_value_and_grad,
     sequential_loss,
     sequential_value_and_grad,
 )
-from dualpipe_jax.engine.pipeline import Applied, Pipeline
-from dualpipe_jax.engine.reference import reference_loss, reference_value_and_grad
 from dualpipe_jax.engine.stages import PlacedStages, place_stages, unplace_stages
 
 __all__ = [

@@ -9,16 +9,16 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from dualpipe_jax.arguments import UnfitError
-from dualpipe_jax.contract import At, Out, StagedModel, StageFunction, Tree, returned
+from dualpipe_jax.contract import At, Out, StagedModel, StageFunction, Tree, checked_output
 from dualpipe_jax.engine.stages import PlacedStages, is_listed
-from dualpipe_jax.engine.storage import Leaf, entries
+from dualpipe_jax.engine.storage import LeafSharding, axes_by_dim
 from dualpipe_jax.engine.trees import types_in_words
 from dualpipe_jax.parallel import EP, PP
 from dualpipe_jax.parallel.mesh import AXES, BATCH_AXES, NODE
 from dualpipe_jax.schedule import Schedule
 from dualpipe_jax.split.jaxprs import collectives
 
-PARTS = ("shared", "stages")
+PARAM_KEYS = ("shared", "stages")
 
 
 def check_mesh(schedule: Schedule, mesh: Mesh | AbstractMesh) -> None:
@@ -106,7 +106,7 @@ def check_arguments(
             "sequential_value_and_grad, or reference_value_and_grad for a StagedModel."
         )
     check_key(key)
-    check_parts(params)
+    check_param_keys(params)
     problems = [*_data_problems(schedule, mesh, batch), *_stage_problems(schedule, params["stages"])]
     if problems:
         raise ValueError(
@@ -114,11 +114,11 @@ def check_arguments(
         )
 
 
-def check_parts(params: Tree, parts: tuple[str, ...] = PARTS) -> None:
-    """Check that params is a dict with exactly the keys ``parts``. Raises ValueError."""
-    if not isinstance(params, dict) or set(params) != set(parts):
+def check_param_keys(params: Tree, keys: tuple[str, ...] = PARAM_KEYS) -> None:
+    """Check that params is a dict with exactly the given keys. Raises ValueError."""
+    if not isinstance(params, dict) or set(params) != set(keys):
         given = sorted(params) if isinstance(params, dict) else type(params).__name__
-        raise ValueError(f"params must be a dict with the keys {list(parts)}, got {given}.")
+        raise ValueError(f"params must be a dict with the keys {list(keys)}, got {given}.")
 
 
 def check_key(key: Any) -> None:
@@ -178,44 +178,48 @@ def _stage_problems(schedule: Schedule, stages: Tree) -> Iterator[str]:
             yield f"{name} has shape {leaf.shape}; its leading dim must be {meaning}: [{wanted}, ...]."
 
 
-def check_keys(name: str, tree: Tree, parts: tuple[str, ...] = PARTS) -> None:
-    """Check that a prefix of params, such as param_specs, is a dict with keys among ``parts``. Raises ValueError."""
-    if not isinstance(tree, dict) or not set(tree) <= set(parts):
+def check_prefix_keys(name: str, tree: Tree, keys: tuple[str, ...] = PARAM_KEYS) -> None:
+    """Check that a prefix of params, such as param_specs, is a dict with some of these ``keys``. Raises ValueError."""
+    if not isinstance(tree, dict) or not set(tree) <= set(keys):
         given = sorted(tree) if isinstance(tree, dict) else type(tree).__name__
-        raise ValueError(f"{name} must be a dict with keys among {list(parts)}, got {given}.")
+        raise ValueError(f"{name} must be a dict with keys among {list(keys)}, got {given}.")
 
 
-def check_layout(mesh: Mesh | AbstractMesh, params: Tree, layout: Tree) -> None:
+def check_shardings(mesh: Mesh | AbstractMesh, params: Tree, shardings: Tree) -> None:
     """Check that every spec names only axes that it may, on dims that these divide; all failures in one ValueError.
 
-    ``params`` has one placed stage, whose leading dim is the rank; ``layout`` has a ``Leaf`` for each leaf.
+    ``params`` has one placed stage, whose leading dim is the rank; ``shardings`` has a ``LeafSharding`` for each leaf.
     """
     problems: list[str] = []
     for part in ("stages", "shared"):
         lead = part == "stages"
-        leaves = jax.tree.leaves(layout[part], is_leaf=lambda node: isinstance(node, Leaf))
-        for (name, leaf), lies in zip(_named({f"params['{part}']": params[part]}), leaves, strict=True):
+        leaves = jax.tree.leaves(shardings[part], is_leaf=lambda node: isinstance(node, LeafSharding))
+        for (name, leaf), sharding in zip(_named({f"params['{part}']": params[part]}), leaves, strict=True):
             problems += _spec_problems(
-                name, leaf.shape[lead:], lies, mesh, may_store=BATCH_AXES if lead else (*BATCH_AXES, PP)
+                name, leaf.shape[lead:], sharding, mesh, may_store=BATCH_AXES if lead else (*BATCH_AXES, PP)
             )
     if problems:
         raise ValueError("param_specs or storage_specs do not fit.\n" + "\n".join(f"- {p}" for p in problems))
 
 
 def _spec_problems(
-    name: str, shape: tuple[int, ...], lies: Leaf, mesh: Mesh | AbstractMesh, may_store: tuple[str, ...]
+    name: str,
+    shape: tuple[int, ...],
+    sharding: LeafSharding,
+    mesh: Mesh | AbstractMesh,
+    may_store: tuple[str, ...],
 ) -> Iterator[str]:
     for kind, spec, allowed in (
-        ("param_specs", lies.used, (NODE, EP)),
-        ("storage_specs", lies.stored, may_store),
+        ("param_specs", sharding.used, (NODE, EP)),
+        ("storage_specs", sharding.stored, may_store),
     ):
         where = name.replace("params", kind, 1)
-        if kind == "storage_specs" and lies.stored == lies.used:
+        if kind == "storage_specs" and sharding.stored == sharding.used:
             continue
         if len(spec) > len(shape):
             yield f"{name} has dims {list(shape)} (without a stage dim), fewer than its spec {spec} has entries."
             continue
-        for dim, axes in zip(shape, entries(spec, len(shape)), strict=True):
+        for dim, axes in zip(shape, axes_by_dim(spec, len(shape)), strict=True):
             size = int(np.prod([mesh.shape.get(axis, 1) for axis in axes]))
             if wrong := [axis for axis in axes if axis not in allowed or axis not in mesh.shape]:
                 yield f"{where} is {spec}: {_may_name(kind, allowed, mesh)}, not {', '.join(map(repr, wrong))}."
@@ -224,7 +228,7 @@ def _spec_problems(
                     f"{name} has shape {list(shape)} (without a stage dim), and {dim}, which its spec {spec} shards, "
                     f"is not divisible by the {size} devices of {' x '.join(map(repr, axes))}."
                 )
-    yield from _extension_problems(name, shape, lies)
+    yield from _extension_problems(name, shape, sharding)
 
 
 def _may_name(kind: str, allowed: tuple[str, ...], mesh: Mesh | AbstractMesh) -> str:
@@ -235,29 +239,31 @@ def _may_name(kind: str, allowed: tuple[str, ...], mesh: Mesh | AbstractMesh) ->
     return f"of this mesh only {', '.join(map(repr, there))} may be named"
 
 
-def _extension_problems(name: str, shape: tuple[int, ...], lies: Leaf) -> Iterator[str]:
-    if max(len(lies.used), len(lies.stored)) > len(shape):
+def _extension_problems(name: str, shape: tuple[int, ...], sharding: LeafSharding) -> Iterator[str]:
+    if max(len(sharding.used), len(sharding.stored)) > len(shape):
         return
-    for used, stored in zip(entries(lies.used, len(shape)), entries(lies.stored, len(shape)), strict=True):
+    for used, stored in zip(
+        axes_by_dim(sharding.used, len(shape)), axes_by_dim(sharding.stored, len(shape)), strict=True
+    ):
         if stored[: len(used)] != used:
             yield (
-                f"{name} is used as {lies.used} and stored as {lies.stored}: each dim must be stored over the axes "
-                "that it is used over, first, and then over others."
+                f"{name} is used as {sharding.used} and stored as {sharding.stored}: each dim must be stored over the "
+                "axes that it is used over, first, and then over others."
             )
 
 
-def called(kind: str, function: StageFunction, own: Tree, shared: Tree, x: Tree, at: At) -> Out:
+def call_stage(kind: str, function: StageFunction, own: Tree, shared: Tree, x: Tree, at: At) -> Out:
     """The checked ``Out`` of a stage. Raises TypeError for any other value, and where a missing key is used."""
     try:
         value = function(own, shared, x, at)
     except TypeError as error:
         if at.key is None and "NoneType" in str(error) and "key" in str(error):
             raise TypeError(
-                f"{_of(kind)} uses at.key, but the step was given no key: call it with one, such as "
+                f"{_stage_of_kind(kind)} uses at.key, but the step was given no key: call it with one, such as "
                 "value_and_grad(params, batch, jax.random.key(step))."
             ) from error
         raise
-    return returned(kind, value)
+    return checked_output(kind, value)
 
 
 def check_kinds(model: StagedModel, own: Tree, shared: Tree, x: Tree, at: At, *, trains: bool) -> Tree:
@@ -275,15 +281,15 @@ def check_kinds(model: StagedModel, own: Tree, shared: Tree, x: Tree, at: At, *,
             continue  # the kind was checked at an earlier stage
         given = None if stage == 0 else x
         traced = jax.make_jaxpr(
-            lambda *a, name=name: tuple(called(name, model.kinds[name], *a)), return_shape=True
+            lambda *a, name=name: tuple(call_stage(name, model.kinds[name], *a)), return_shape=True
         )
         jaxpr, out = traced(own, shared, given, at)
         out = Out(*out)
         losses |= set(out.losses)
         if stage < last and types_in_words(out.x) != types_in_words(x):
             raise TypeError(
-                f"{_of(name)} must return what the next stage takes: the first stage returned x {types_in_words(x)}, "
-                f"this one {types_in_words(out.x)}; shapes and dtypes must be equal."
+                f"{_stage_of_kind(name)} must return what the next stage takes: the first stage returned x "
+                f"{types_in_words(x)}, this one {types_in_words(out.x)}; shapes and dtypes must be equal."
             )
         for metric, value in out.metrics.items():
             other, shapes = metrics.setdefault(metric, (name, types_in_words(value)))
@@ -292,7 +298,7 @@ def check_kinds(model: StagedModel, own: Tree, shared: Tree, x: Tree, at: At, *,
                     f"metrics[{metric!r}] is {shapes} in stages of kind {other!r} and {types_in_words(value)} in those "
                     f"of kind {name!r}: what is summed under one name must be alike."
                 )
-        _check_collectives(_of(name), collectives(jaxpr.jaxpr.eqns))
+        _check_collectives(_stage_of_kind(name), collectives(jaxpr.jaxpr.eqns))
     if trains and not losses:
         raise ValueError(
             "no stage returns a loss, so there is nothing to differentiate: return Out(x, losses={'loss': ...}) from "
@@ -321,10 +327,10 @@ _NO_PPERMUTE = (
 
 def check_backward(name: str, found: Mapping[str, frozenset[str]]) -> None:
     """Check the collectives of a kind's backward by the same rules as those of its forward. Raises ValueError."""
-    _check_collectives(f"the backward of {_of(name)}", found)
+    _check_collectives(f"the backward of {_stage_of_kind(name)}", found)
 
 
-def _of(kind: str) -> str:
+def _stage_of_kind(kind: str) -> str:
     return f"a stage of kind {kind!r}"
 
 

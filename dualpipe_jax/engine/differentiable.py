@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dualpipe_jax.contract import At, Out, Report, StagedModel, StageFunction, Tree, returned
+from dualpipe_jax.contract import At, Out, Report, StagedModel, StageFunction, Tree, checked_output
 from dualpipe_jax.engine.trees import as_metric
 from dualpipe_jax.split.leaves import is_floating
 
@@ -15,7 +15,7 @@ from dualpipe_jax.split.leaves import is_floating
 def differentiable(
     forward_only: Callable[..., Any],
     step: Callable[..., Any],
-    by_report: Callable[..., Tree],
+    gradients_by_report: Callable[..., Tree],
     *,
     input_grads: bool,
 ) -> Callable[..., tuple[jax.Array, Report]]:
@@ -24,7 +24,7 @@ def differentiable(
     Arguments:
       forward_only: ``(params, batch, key) -> (objective, report, _)``.
       step: ``(params, batch, key) -> ((objective, report), gradients)``.
-      by_report: ``(params, batch, key, cotangents) -> gradients``, the gradients of <cotangents, report>, the
+      gradients_by_report: ``(params, batch, key, cotangents) -> gradients``, the gradients of <cotangents, report>, the
         inner product; cotangents are a ``Report``, with None for those that are zero.
       input_grads: whether gradients have an entry "batch".
     """
@@ -44,14 +44,14 @@ def differentiable(
         result, gradients = step(*arguments)
         return result, (arguments, gradients)
 
-    def backward(kept: Any, cotangents: Any) -> Any:
-        (params, batch, key), gradients = kept
+    def backward(residuals: Any, cotangents: Any) -> Any:
+        (params, batch, key), gradients = residuals
         of_objective, of_report = cotangents
         scale = jnp.zeros(()) if _is_zero(of_objective) else of_objective
-        gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), _with_values(gradients))
+        gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), _without_float0(gradients))
         if not all(map(_is_zero, jax.tree.leaves(of_report))):
             of_report = jax.tree.map(lambda c: None if _is_zero(c) else c, of_report)
-            more = _with_values(by_report(params, batch, key, of_report))
+            more = _without_float0(gradients_by_report(params, batch, key, of_report))
             gradients = jax.tree.map(jnp.add, gradients, more)
         cast = _cotangents(gradients, {**params, "batch": batch} if input_grads else params)
         by_batch = cast.pop("batch", None)
@@ -61,8 +61,8 @@ def differentiable(
     return jax.jit(lambda params, batch, key=None: loss(params, batch, key))
 
 
-def for_figures(model: StagedModel, cotangents: Report, parts: int) -> StagedModel:
-    """The model with another objective, <cotangents, report>, for ``Pipeline._by_report``.
+def with_report_objective(model: StagedModel, cotangents: Report, parts: int) -> StagedModel:
+    """The model with another objective, <cotangents, report>, for ``Pipeline._gradients_by_report``.
 
     Its shared parameters are {"given": those of the model, "cotangents": (those of losses, those of
     metrics)}; a cotangent is None where it is zero. Metrics are sums over all ``parts`` of the microbatches,
@@ -70,18 +70,18 @@ def for_figures(model: StagedModel, cotangents: Report, parts: int) -> StagedMod
     """
     wanted = {name for name, cotangent in cotangents.losses.items() if cotangent is not None}
 
-    def of_loss(name: str) -> str:
+    def loss_name(name: str) -> str:
         return f"loss.{name}"  # never equal to "metrics" below, whatever names the user gives losses
 
     def weights(batch: Tree) -> dict[str, jax.Array]:
         given = {} if model.weights is None else model.weights(batch)
-        return {of_loss(name): weight for name, weight in given.items() if name in wanted}
+        return {loss_name(name): weight for name, weight in given.items() if name in wanted}
 
     def weighted(kind: str, function: StageFunction) -> StageFunction:
         def stage(own: Tree, shared: Tree, x: Tree, at: At) -> Out:
-            out = returned(kind, function(own, shared["given"], x, at))
+            out = checked_output(kind, function(own, shared["given"], x, at))
             by_loss, by_metric = shared["cotangents"]
-            losses = {of_loss(name): by_loss[name] * v for name, v in out.losses.items() if name in wanted}
+            losses = {loss_name(name): by_loss[name] * v for name, v in out.losses.items() if name in wanted}
             terms = jax.tree.map(
                 lambda c, m: (
                     jnp.float32(0) if c is None else jnp.sum(c * as_metric(m)).astype(jnp.float32) * parts
@@ -102,7 +102,7 @@ def _is_zero(cotangent: Any) -> bool:
     return isinstance(cotangent, jax.custom_derivatives.SymbolicZero) or cotangent.dtype == jax.dtypes.float0
 
 
-def _with_values(gradients: Tree) -> Tree:
+def _without_float0(gradients: Tree) -> Tree:
     """The gradients with None in place of those of dtype float0."""
     return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, gradients)
 

@@ -58,9 +58,9 @@ def run_if(
     """
 
     def trip(i, state):
-        held, around = _apart(state, sums)
+        held, around = _split_off_sums(state, sums)
         _, held, inside = lax.optimization_barrier((i, held, operands))
-        return pin(work(_together(pin(held), around), *pin(inside)))
+        return pin(work(_merge_sums(pin(held), around), *pin(inside)))
 
     return pin(lax.fori_loop(0, wanted.astype(jnp.int32), trip, pin(state)))
 
@@ -83,9 +83,9 @@ def run_one(
 
     def branch(work):
         def run(state, operands):
-            held, around = _apart(state, sums)
+            held, around = _split_off_sums(state, sums)
             held, inside = lax.optimization_barrier((held, operands))
-            return pin(work(begin(_together(pin(held), around)), *pin(inside)))
+            return pin(work(begin(_merge_sums(pin(held), around)), *pin(inside)))
 
         return run
 
@@ -94,7 +94,7 @@ def run_one(
     return pin(lax.switch(index, branches, pin(state), operands))
 
 
-def run_together(
+def run_in_lockstep(
     anywhere: jax.Array, wanted: jax.Array, work: Callable[..., Any], state: Any, *operands: Any
 ) -> Any:
     """Do what ``run_if`` does, but with the same operations on all ranks, in lockstep.
@@ -113,12 +113,12 @@ def run_together(
     return run_if(anywhere, work_and_keep, state, wanted, *operands)
 
 
-def _apart(state: Any, sums: Collection[Entry]) -> tuple[Any, Any]:
+def _split_off_sums(state: Any, sums: Collection[Entry]) -> tuple[Any, Any]:
     """The state in two: the part that goes through a barrier, and the sums, which go around it."""
     return (state.pick(state.entries - {*sums}), state.pick(sums)) if sums else (state, None)
 
 
-def _together(held: Any, around: Any) -> Any:
+def _merge_sums(held: Any, around: Any) -> Any:
     return held if around is None else held.merge(around)
 
 

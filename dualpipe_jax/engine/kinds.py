@@ -8,9 +8,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from dualpipe_jax.contract import At, StageFunction, Tree, returned
+from dualpipe_jax.contract import At, StageFunction, Tree, checked_output
 from dualpipe_jax.engine import checks
-from dualpipe_jax.engine.slots import KEPT, Entry
+from dualpipe_jax.engine.slots import SAVED, SavedType
 from dualpipe_jax.engine.trees import Vary, add_to, as_metric, raw, typed
 from dualpipe_jax.pair import by_itself, interleave
 from dualpipe_jax.pair.interleave import Pool
@@ -23,7 +23,7 @@ from dualpipe_jax.split.run import evaluate
 
 
 @dataclasses.dataclass(frozen=True)
-class Sight:
+class StageInputTypes:
     """Types of all that a stage sees on one device; PRNG keys are typed keys here.
 
     Attributes:
@@ -39,15 +39,15 @@ class Sight:
     at: At
 
 
-def plain(kind: str, function: StageFunction, sight: Sight, vary: Vary) -> Callable[..., Any]:
+def raw_stage(kind: str, function: StageFunction, types: StageInputTypes, vary: Vary) -> Callable[..., Any]:
     """A stage as a function of raw trees: ``f((own, shared), (x, at)) -> ((x, losses), metrics)``.
 
     PRNG keys are plain integers here, since slots and permutes cannot hold typed keys; losses are float32.
     """
 
     def stage(params: tuple[Tree, Tree], seen: tuple[Tree, At]) -> Any:
-        own, shared = typed(params[0], sight.own), typed(params[1], sight.shared)
-        out = returned(kind, function(own, shared, typed(seen[0], sight.x), typed(seen[1], sight.at)))
+        own, shared = typed(params[0], types.own), typed(params[1], types.shared)
+        out = checked_output(kind, function(own, shared, typed(seen[0], types.x), typed(seen[1], types.at)))
         losses = {name: jnp.asarray(loss).astype(jnp.float32) for name, loss in out.losses.items()}
         metrics = jax.tree.map(lambda m: jax.lax.stop_gradient(as_metric(m)), dict(out.metrics))
         return vary((raw(out.x), losses)), vary(metrics)
@@ -55,21 +55,21 @@ def plain(kind: str, function: StageFunction, sight: Sight, vary: Vary) -> Calla
     return stage
 
 
-def counting(stage: Callable[..., Any], params: Tree, seen: Tree) -> Callable[..., Any]:
+def with_dropped_count(stage: Callable[..., Any], params: Tree, seen: Tree) -> Callable[..., Any]:
     """The stage with ``(metrics, dropped)`` in place of metrics, see ``Report``.
 
     ``dropped`` is None if the stage dispatches no tokens to experts.
     """
     revealed = reveal(stage, DROPPED, params, seen)
 
-    def counted(params: Tree, seen: Tree) -> Any:
+    def with_count(params: Tree, seen: Tree) -> Any:
         if revealed is None:
             made, metrics = stage(params, seen)
             return made, (metrics, None)
         (made, metrics), marked = revealed(params, seen)
         return made, (metrics, sum_marked(marked))
 
-    return counted
+    return with_count
 
 
 def sum_marked(marked: Sequence[jax.Array]) -> jax.Array:
@@ -87,7 +87,7 @@ class ForwardKind:
       metrics: types of its metrics, by name.
       dropped: type of the number of dropped assignments, None for a stage without experts.
       keep_input: the last part that reads x: "F", "I" or "W".
-      kept: for each of ``KEPT`` the types of the arrays that are kept: none here.
+      saved: for each of ``SAVED`` the types of the arrays that are saved for a backward: none here.
     """
 
     keep_input: Literal["F", "I", "W"] = "F"
@@ -98,7 +98,7 @@ class ForwardKind:
         self.name, self.function = name, function
         (self.y, losses), (self.metrics, self.dropped) = jax.eval_shape(function, params, seen)
         self.losses = tuple(losses)
-        self.kept: dict[str, list[Entry]] = {pool: [] for pool in KEPT}
+        self.saved: dict[str, list[SavedType]] = {pool: [] for pool in SAVED}
 
     def forward(
         self, params: tuple[Tree, Tree], seen: tuple[Tree, At]
@@ -131,19 +131,21 @@ class Kind(ForwardKind):
         wanted: tuple[tuple[Tree, Tree], tuple[bool, At]],
         sums: Sequence[Any] | None,
     ):
-        def handing_on(params: tuple[Tree, Tree], seen: tuple[Tree, At]) -> Any:
-            (y, losses), aside = function(params, seen)
-            return (None if is_last else y, losses), aside
+        def without_last_output(params: tuple[Tree, Tree], seen: tuple[Tree, At]) -> Any:
+            (y, losses), aux = function(params, seen)
+            return (None if is_last else y, losses), aux
 
-        super().__init__(name, handing_on, params, seen)
-        split = split_backward(handing_on, has_aux=True, wanted=wanted, at_hand=(False, True), sums=sums)
+        super().__init__(name, without_last_output, params, seen)
+        split = split_backward(
+            without_last_output, has_aux=True, wanted=wanted, at_hand=(False, True), sums=sums
+        )
         self.plan: SplitPlan = split.trace(params, seen)
         plan = self.plan
         checks.check_backward(name, plan.collectives("backward"))
-        self.kept = {
+        self.saved = {
             pool: [(struct.shape, struct.dtype, off) for struct, off in zip(structs, offloaded, strict=True)]
             for pool, structs, offloaded in zip(
-                KEPT, (plan.residuals_i, plan.residuals_w, plan.stash), plan.offloaded, strict=True
+                SAVED, (plan.residuals_i, plan.residuals_w, plan.stash), plan.offloaded, strict=True
             )
         }
         counts = [len(jax.tree.leaves(tree)) for tree in (*params, seen[0], seen[1].batch)]
@@ -164,7 +166,7 @@ class Kind(ForwardKind):
         self,
         params: tuple[Tree, Tree],
         seen: tuple[Tree, At],
-        kept: tuple[list[Any], list[Any]],
+        residuals: tuple[list[Any], list[Any]],
         dy: list[Any],
         sums: Sequence[Any],
         links: Mapping[str, float] | None,
@@ -174,20 +176,23 @@ class Kind(ForwardKind):
         With ``links`` (see ``pair.interleave``) W's work is done while I's collectives, if there are any, are
         in flight.
 
-        ``kept`` is (residuals_i, residuals_w). ``dy`` has the cotangents of the floating leaves of the output
+        ``residuals`` is (residuals_i, residuals_w). ``dy`` has the cotangents of the floating leaves of the output
         x, and then those of the losses in the order of their names. The x of ``seen`` may be None where it is
         not read any more.
         """
-        given, handed_in = [*self._leaves(params, seen), *kept[0], *kept[1], *dy], self._handed_in(sums)
+        given, input_sums = (
+            [*self._leaves(params, seen), *residuals[0], *residuals[1], *dy],
+            self._input_sums(sums),
+        )
         if links is None:
-            made = evaluate(self.plan.programs.backward, [*given, *handed_in])
+            made = evaluate(self.plan.programs.backward, [*given, *input_sums])
             dparams, dx = self.plan.backward_results(made)
-            return self._gradients(self._added(sums, dparams), dx)
+            return self._gradients(self._new_sums(sums, dparams), dx)
         made = by_itself(
             self.plan.programs.backward,
-            [*given, *handed_in],
-            finish=self._finish(sums),
-            fixed=self._fixed(len(given)),
+            [*given, *input_sums],
+            finish=self._sum_adders(sums),
+            fixed=self._fixed_arguments(len(given)),
             links=links,
         )
         return self._gradients(*self.plan.backward_results(made))
@@ -196,7 +201,7 @@ class Kind(ForwardKind):
         self,
         params: tuple[Tree, Tree],
         seen: tuple[Tree, At],
-        kept: tuple[list[Any], list[Any]],
+        residuals: tuple[list[Any], list[Any]],
         dy: list[Any],
     ) -> tuple["Gradients", list[Any]]:
         """The gradients of x and of the batch, and the stash.
@@ -204,7 +209,13 @@ class Kind(ForwardKind):
         Its work is left in the compiler's order: there is little to overlap with its collectives, and in an
         order of our own it took as long.
         """
-        arguments = [*self._leaves(params, seen), *kept[0], *kept[1], *dy, *[None] * len(self.plan.sums)]
+        arguments = [
+            *self._leaves(params, seen),
+            *residuals[0],
+            *residuals[1],
+            *dy,
+            *[None] * len(self.plan.sums),
+        ]
         made = evaluate(self.plan.programs.input, arguments)
         dx, stash = cut(made, self.plan.x.num_gradients, len(self.plan.stash))
         return self._gradients([None] * self.plan.params.num_gradients, dx), stash
@@ -218,11 +229,11 @@ class Kind(ForwardKind):
         sums: Sequence[Any],
     ) -> "Gradients":
         """The new ``sums``, to which the gradients of parameters have been added."""
-        arguments = [*self._leaves(params, seen), *residuals_w, *stash, *self._handed_in(sums)]
+        arguments = [*self._leaves(params, seen), *residuals_w, *stash, *self._input_sums(sums)]
         dparams = evaluate(self.plan.programs.weight, arguments)
-        return self._gradients(self._added(sums, dparams), [None] * self.plan.x.num_gradients)
+        return self._gradients(self._new_sums(sums, dparams), [None] * self.plan.x.num_gradients)
 
-    def beside(
+    def run_pair(
         self,
         other: "Kind",
         forward: tuple[Any, tuple[Tree, At]],
@@ -238,45 +249,45 @@ class Kind(ForwardKind):
         the new ``sums``, and the pools that were written.
         """
         mine, theirs = self.plan, other.plan
-        ahead = len(jax.tree.leaves((mine.y, mine.aux)))
+        num_outputs = len(jax.tree.leaves((mine.y, mine.aux)))
         params, seen, dy = backward
         given = other._leaves(params, seen)
-        kept = len(theirs.residuals_i) + len(theirs.residuals_w)
-        behind = [*given, *[None] * kept, *dy]
-        handed_in = other._handed_in(sums)
+        num_residuals = len(theirs.residuals_i) + len(theirs.residuals_w)
+        backward_arguments = [*given, *[None] * num_residuals, *dy]
+        input_sums = other._input_sums(sums)
         outputs, made = interleave(
             mine.programs.forward,
             self._leaves(*forward),
             theirs.programs.backward,
-            [*behind, *handed_in],
+            [*backward_arguments, *input_sums],
             pools=[
-                dataclasses.replace(pool, made=ahead + pool.made, used=len(given) + pool.used)
+                dataclasses.replace(pool, made=num_outputs + pool.made, used=len(given) + pool.used)
                 for pool in pools.values()
             ],
-            finish=other._finish(sums),
-            fixed=(range(len(mine.params.types)), other._fixed(len(behind))),
+            finish=other._sum_adders(sums),
+            fixed=(range(len(mine.params.types)), other._fixed_arguments(len(backward_arguments))),
             links=links,
         )
         written = {
-            place: outputs[ahead + pool.made] for place, pool in pools.items() if pool.write is not None
+            place: outputs[num_outputs + pool.made] for place, pool in pools.items() if pool.write is not None
         }
         return mine.forward_results(outputs), other._gradients(*theirs.backward_results(made)), written
 
-    def _handed_in(self, sums: Sequence[Any]) -> list[Any]:
+    def _input_sums(self, sums: Sequence[Any]) -> list[Any]:
         """The sums that the plan's programs take as inputs and add gradients to."""
         return [sums[number] for number in self.plan.sums]
 
-    def _fixed(self, num_given: int) -> list[int]:
+    def _fixed_arguments(self, num_given: int) -> list[int]:
         """The numbers of a backward's arguments that exist long before it: parameters, and sums, which come last."""
         return [*range(len(self.plan.params.types)), *range(num_given, num_given + len(self.plan.sums))]
 
-    def _finish(self, sums: Sequence[Any]) -> dict[int, Callable[[Any], Any]]:
+    def _sum_adders(self, sums: Sequence[Any]) -> dict[int, Callable[[Any], Any]]:
         """By the number of a gradient that the plan's programs do not add to its sum, the function that adds it."""
         return {
             k: functools.partial(add_to, total) for k, total in enumerate(sums) if k not in self.plan.sums
         }
 
-    def _added(self, sums: Sequence[Any], made: Sequence[Any]) -> list[Any]:
+    def _new_sums(self, sums: Sequence[Any], made: Sequence[Any]) -> list[Any]:
         """The new sums, from the outputs of the plan's programs: gradients, or sums that are new already."""
         pairs = enumerate(zip(sums, made, strict=True))
         return [new if k in self.plan.sums else add_to(total, new) for k, (total, new) in pairs]

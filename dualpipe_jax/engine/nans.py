@@ -12,12 +12,17 @@ from dualpipe_jax.engine.units import Row
 from dualpipe_jax.schedule import Schedule
 from dualpipe_jax.split.leaves import is_floating
 
-NEVER = np.iinfo(np.int32).max
-WATCHED = ("the stage's output", "a loss", "the gradient of the stage's input", "a gradient of parameters")
+NO_TICK = np.iinfo(np.int32).max
+CHECKED_VALUES = (
+    "the stage's output",
+    "a loss",
+    "the gradient of the stage's input",
+    "a gradient of parameters",
+)
 """The values that are checked at each tick; ``what`` in ``State.first_bad`` is the number of one of them."""
 
 
-def watch(state: State, row: Row, tick: jax.Array) -> State:
+def record_first_bad(state: State, row: Row, tick: jax.Array) -> State:
     """The state with ``first_bad`` set to (tick, what, stage, microbatch) if this tick made the first bad value."""
     y, dx = (state.under_way.get(payload) for payload in ("y", "dx"))
     sums = state.own, state.shared, state.batch
@@ -27,7 +32,7 @@ def watch(state: State, row: Row, tick: jax.Array) -> State:
         jnp.where(what < 2, row[f"F_{name}"], row[f"G_{name}"]) for name in ("stage", "microbatch")
     )
     seen = jnp.stack([tick, what, stage, microbatch])
-    first = bad.any() & (state.first_bad[0] == NEVER)
+    first = bad.any() & (state.first_bad[0] == NO_TICK)
     return state.put(first_bad=jnp.where(first, seen, state.first_bad))
 
 
@@ -36,7 +41,7 @@ def _all_finite(tree: Tree) -> jax.Array:
     return functools.reduce(jnp.logical_and, finite, jnp.asarray(True))
 
 
-def raise_first(objective: jax.Array, first_bad: jax.Array, schedule: Schedule) -> None:
+def raise_if_bad(objective: jax.Array, first_bad: jax.Array, schedule: Schedule) -> None:
     """Raise FloatingPointError from the running program if a value was not finite; it says where that began.
 
     first_bad: int32 [..., 4], with the axes of ``Step.axes`` as leading dims: ``State.first_bad`` of each
@@ -45,11 +50,11 @@ def raise_first(objective: jax.Array, first_bad: jax.Array, schedule: Schedule) 
 
     def report(objective, first_bad):
         tick, what, stage, microbatch = map(int, min(first_bad.reshape(-1, 4).tolist()))
-        if tick == NEVER:
+        if tick == NO_TICK:
             return
         raise FloatingPointError(
-            f"{schedule.name}: the loss is {objective}. The first value that is not finite is {WATCHED[what]}, in the "
-            f"{'forward' if what < 2 else 'backward'} of microbatch {microbatch} at stage {stage} (tick {tick})."
+            f"{schedule.name}: the loss is {objective}. The first value that is not finite is {CHECKED_VALUES[what]}, "
+            f"in the {'forward' if what < 2 else 'backward'} of microbatch {microbatch} at stage {stage} (tick {tick})."
         )
 
     jax.debug.callback(report, objective, first_bad)

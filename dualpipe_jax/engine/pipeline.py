@@ -12,14 +12,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.contract import PipelineModel, Report, StagedModel, Tree, staged
 from dualpipe_jax.engine import checks, forms, nans, spmd
-from dualpipe_jax.engine.differentiable import differentiable, for_figures
+from dualpipe_jax.engine.differentiable import differentiable, with_report_objective
 from dualpipe_jax.engine.guard import Divergence, usual_divergence
 from dualpipe_jax.engine.program import Outputs
 from dualpipe_jax.engine.spmd import Results
 from dualpipe_jax.engine.stages import broadcast, from_placed, to_placed
 from dualpipe_jax.engine.state import State
 from dualpipe_jax.engine.step import Step
-from dualpipe_jax.engine.storage import Leaf
+from dualpipe_jax.engine.storage import LeafSharding
 from dualpipe_jax.engine.trees import is_key
 from dualpipe_jax.schedule import CostModel, Schedule
 from dualpipe_jax.schedule.lowering.table import TickTable
@@ -175,7 +175,9 @@ class Pipeline:
         params are differentiable, and with ``input_grads`` so are the batch's floating leaves; without it,
         differentiating by the batch raises ValueError.
         """
-        return differentiable(self._apply, self._step, self._by_report, input_grads=self.input_grads)
+        return differentiable(
+            self._apply, self._step, self._gradients_by_report, input_grads=self.input_grads
+        )
 
     def units(self, ops: Collection[str] = ("FB",), *, every_kind: bool = False) -> Callable[..., Any]:
         """``value_and_grad`` with only some of its units in it, to be compiled and inspected, not to be run.
@@ -221,18 +223,18 @@ class Pipeline:
 
         def rehearse(params: Tree, batch: Tree, *more: Any) -> tuple[jax.Array, Tree, State]:
             placed = self.placed(params)
-            return spmd.rehearse(self._bound(placed), placed, batch, *more)
+            return spmd.rehearse(self._make_step(placed), placed, batch, *more)
 
         return jax.jit(rehearse, donate_argnums=2)
 
     def state_everywhere(self, params: Tree, batch: Tree) -> State:
         """``state`` of all devices, as ShapeDtypeStructs with shardings: each leaf has a leading dim of devices."""
-        axes = self._bound(jax.eval_shape(self.placed, params)).axes
+        axes = self._make_step(jax.eval_shape(self.placed, params)).axes
         devices = math.prod(self.mesh.shape[axis] for axis in axes)
-        lies = NamedSharding(self.mesh, PartitionSpec(axes))
+        sharding = NamedSharding(self.mesh, PartitionSpec(axes))
 
         def everywhere(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct((devices, *leaf.shape), leaf.dtype, sharding=lies)
+            return jax.ShapeDtypeStruct((devices, *leaf.shape), leaf.dtype, sharding=sharding)
 
         return jax.tree.map(everywhere, self.state(params, batch))
 
@@ -243,7 +245,7 @@ class Pipeline:
     def sketch(self, params: Tree, batch: Tree, key: jax.Array | None = None) -> spmd.Sketch:
         """``state``, ``table`` and the FLOPs of each unit, from one trace: tracing takes seconds if stages are deep."""
         placed = jax.eval_shape(self.placed, params)
-        return spmd.sketch(self._bound(placed), placed, batch, key)
+        return spmd.sketch(self._make_step(placed), placed, batch, key)
 
     # ------------------------------------------------------------------- placing
 
@@ -253,12 +255,12 @@ class Pipeline:
         Use it in ``jax.jit(init, out_shardings=...)``, which makes every array on the devices where it belongs.
         """
         placed = jax.eval_shape(self.placed, params)
-        specs = self._bound(placed).param_specs(len(placed["stages"].local))
+        specs = self._make_step(placed).param_specs(len(placed["stages"].local))
         return jax.tree.map(lambda _, spec: NamedSharding(self.mesh, spec), placed, specs)
 
     def placed(self, params: Tree) -> Tree:
         """Params in the form of ``place``, for use inside ``jax.jit`` with ``shardings`` as its ``out_shardings``."""
-        checks.check_parts(params)
+        checks.check_param_keys(params)
         return params | {"stages": to_placed(params["stages"], self.schedule.placement)}
 
     def place(self, params: Tree) -> Tree:
@@ -349,34 +351,34 @@ class Pipeline:
     def _fuses(self) -> bool:
         return not self._on_cpu if self.fuse_pairs is None else self.fuse_pairs
 
-    def _bound(self, params: Tree, units: tuple[str, ...] = (), every_kind: bool = False) -> Step:
+    def _make_step(self, params: Tree, units: tuple[str, ...] = (), every_kind: bool = False) -> Step:
         """The step for placed params of these shapes."""
         one = {"stages": params["stages"].local[0], "shared": params["shared"]}
 
-        def every(name: str, default: Any) -> Tree:
+        def per_leaf(name: str, default: Any) -> Tree:
             given = getattr(self, name)
             given = {} if given is None else given
-            checks.check_keys(name, given)
+            checks.check_prefix_keys(name, given)
             return {part: broadcast(given.get(part), one[part], default, name) for part in one}
 
-        used = every("param_specs", PartitionSpec())
-        stored = every("storage_specs", _AS_USED)
+        used = per_leaf("param_specs", PartitionSpec())
+        stored = per_leaf("storage_specs", _AS_USED)
         # A dtype is a leaf for tree.map, but None is not.
-        dtypes = every("compute_dtype", _OWN) if isinstance(self.compute_dtype, dict) else None
+        dtypes = per_leaf("compute_dtype", _OWN) if isinstance(self.compute_dtype, dict) else None
 
-        def leaf(use: PartitionSpec, store: Any, dtype: Any) -> Leaf:
-            return Leaf(use, use if store is _AS_USED else store, None if dtype is _OWN else dtype)
+        def leaf(use: PartitionSpec, store: Any, dtype: Any) -> LeafSharding:
+            return LeafSharding(use, use if store is _AS_USED else store, None if dtype is _OWN else dtype)
 
         single = _OWN if self.compute_dtype is None else self.compute_dtype
         dtypes = jax.tree.map(lambda _: single, used) if dtypes is None else dtypes
-        layout = jax.tree.map(leaf, used, stored, dtypes)
-        checks.check_layout(self.mesh, one, layout)
+        shardings = jax.tree.map(leaf, used, stored, dtypes)
+        checks.check_shardings(self.mesh, one, shardings)
         return Step(
             model=self._model,
             schedule=self.schedule,
             mesh=self.mesh,
-            layout=layout,
-            frozen=every("frozen", False),
+            shardings=shardings,
+            frozen=per_leaf("frozen", False),
             costs=self.placing_costs,
             accumulate_dtype=self.accumulate_dtype,
             fuse_pairs=self._fuses,
@@ -401,8 +403,8 @@ class Pipeline:
     ) -> tuple[tuple[jax.Array, Report], Tree]:
         checks.check_arguments(self.schedule, self.mesh, params, batch, key)
         placed = self.placed(params)
-        results = spmd.value_and_grad(self._bound(placed, units, every_kind), placed, batch, key)
-        self._watch(results)
+        results = spmd.value_and_grad(self._make_step(placed, units, every_kind), placed, batch, key)
+        self._raise_if_bad(results)
         gradients = forms.gradients_like(params, placed, results.gradients, self.schedule)
         if self.input_grads:
             gradients |= {"batch": forms.as_tree(batch, results.gradients["batch"])}
@@ -414,16 +416,18 @@ class Pipeline:
         checks.check_arguments(self.schedule, self.mesh, params, batch, key)
         checks.check_choice("outputs", outputs, Outputs)
         placed = self.placed(params)
-        results = spmd.forward(self._bound(placed), placed, batch, key, outputs)
-        self._watch(results)
+        results = spmd.forward(self._make_step(placed), placed, batch, key, outputs)
+        self._raise_if_bad(results)
         return Applied(results.objective, results.report, results.outputs)
 
-    def _by_report(self, params: Tree, batch: Tree, key: jax.Array | None, cotangents: Report) -> Tree:
+    def _gradients_by_report(
+        self, params: Tree, batch: Tree, key: jax.Array | None, cotangents: Report
+    ) -> Tree:
         """The gradients of <cotangents, report>: a step of the same stages with another objective.
 
         The cotangents are frozen shared parameters of that step.
         """
-        parts = self.schedule.num_microbatches * self._bound(self.placed(params)).num_parts
+        parts = self.schedule.num_microbatches * self._make_step(self.placed(params)).num_parts
 
         def wrapped(prefix: Tree, value: Any) -> Tree:
             given = {} if prefix is None else prefix
@@ -432,18 +436,18 @@ class Pipeline:
         changes = {name: wrapped(getattr(self, name), None) for name in ("param_specs", "storage_specs")}
         if isinstance(self.compute_dtype, dict):
             changes["compute_dtype"] = wrapped(self.compute_dtype, None)
-        model = for_figures(self._model, cotangents, parts)
+        model = with_report_objective(self._model, cotangents, parts)
         other = dataclasses.replace(self, model=model, frozen=wrapped(self.frozen, True), **changes)
         shared = {"given": params["shared"], "cotangents": (cotangents.losses, cotangents.metrics)}
         _, gradients = other._step(params | {"shared": shared}, batch, key)
         return gradients | {"shared": gradients["shared"]["given"]}
 
-    def _watch(self, results: Results) -> None:
+    def _raise_if_bad(self, results: Results) -> None:
         if results.first_bad is not None:
             # Sharded, it would be moved to the callback's device, with a warning of XLA.
             everywhere = NamedSharding(self.mesh, PartitionSpec())
             first_bad = jax.lax.with_sharding_constraint(results.first_bad, everywhere)
-            nans.raise_first(results.objective, first_bad, self.schedule)
+            nans.raise_if_bad(results.objective, first_bad, self.schedule)
 
 
 _AS_USED = "as used"

@@ -1,6 +1,6 @@
 """Values that stages compute from their parameters alone.
 
-They are computed before the first tick, and their gradients are led back to the parameters after the last.
+They are computed before the first tick, and their gradients are pulled back to the parameters after the last.
 There are two groups of values: the layers of leaves that hold several layers, which are the same for all
 kinds of stages, and the results of matmuls of parameters. A rank's stage is of one kind, so all kinds put
 these results in the same places.
@@ -112,18 +112,20 @@ class Prepared:
         leaves = jax.tree.leaves((own, shared))
         layers = [leaves[layer.leaf][layer.at].reshape(layer.shape) for layer in self.layers]
 
-        def put(number: int, held: list[jax.Array], *params: Tree) -> list[jax.Array]:
+        def compute(number: int, held: list[jax.Array], *params: Tree) -> list[jax.Array]:
             kind = self.kinds[number]
             made = kind.prelude(params)[len(kind.layers) :]
             filled = dict(zip(self.places_of[number], made, strict=True))
             return [filled.get(place, old) for place, old in zip(self.places, held, strict=True)]
 
         made = self.vary(zeros([place.type for place in self.places]))
-        for number in self._makers(local):
-            made = run_if(self._is(number, local), functools.partial(put, number), made, own, shared)
+        for number in self._kinds_with_products(local):
+            made = run_if(
+                self._has_kind(number, local), functools.partial(compute, number), made, own, shared
+            )
         return [layers, made]
 
-    def lead_back(
+    def pull_back(
         self,
         params: Sequence[tuple[Tree, Any]],
         shared: Tree,
@@ -143,11 +145,11 @@ class Prepared:
             count = len(jax.tree.leaves(own))
             of_own, of_layers, made = cut(given, count, *map(len, self.types))
             of_places = dict(zip(self.places, made, strict=True))
-            total = _added([*of_own, *of_shared], self._stacked((own, shared), of_layers))
-            for number in self._makers(local):
+            total = _sum_gradients([*of_own, *of_shared], self._stacked((own, shared), of_layers))
+            for number in self._kinds_with_products(local):
                 of_values = [of_places[place] for place in self.places_of[number]]
                 if any(g is not None for g in of_values):
-                    total = _added(total, self._led_back(number, local, (own, shared), of_values))
+                    total = _sum_gradients(total, self._pulled_back(number, local, (own, shared), of_values))
             stages.append(total[:count])
             of_shared = total[count:]
         return stages, of_shared
@@ -169,7 +171,7 @@ class Prepared:
 
         return [whole(number, leaf) for number, leaf in enumerate(jax.tree.leaves(params))]
 
-    def _led_back(
+    def _pulled_back(
         self, number: int, local: int, params: tuple[Tree, Tree], of_values: list[Any]
     ) -> list[Any]:
         """The gradient of each leaf of params through the values of a kind; None where there is none."""
@@ -182,28 +184,30 @@ class Prepared:
         def work(_: Any, params: Tree, *given: Any) -> list[Any]:
             of_all = iter(given)
             each = [None if g is None else next(of_all) for g in of_values]
-            led = jax.tree.leaves(kind.postlude(params, [*[None] * len(kind.layers), *each]))
-            return [led[i] for i in reached]
+            pulled = jax.tree.leaves(kind.postlude(params, [*[None] * len(kind.layers), *each]))
+            return [pulled[i] for i in reached]
 
         # Only for the leaves that are reached: zeros for all of a large model would not fit into memory.
         none = self.vary([jnp.zeros(leaves[i].shape, leaves[i].dtype) for i in reached])
         there = [g for g in of_values if g is not None]
-        made = dict(zip(reached, run_if(self._is(number, local), work, none, params, *there), strict=True))
+        made = dict(
+            zip(reached, run_if(self._has_kind(number, local), work, none, params, *there), strict=True)
+        )
         return [made.get(i) for i in range(len(leaves))]
 
     def _kinds_on_ranks(self, local: int) -> list[int]:
         """The kind of each rank's local stage."""
         return [self.kind_of[self.placement.model_stage(on[local])] for on in self.placement.stages_on]
 
-    def _makers(self, local: int) -> list[int]:
+    def _kinds_with_products(self, local: int) -> list[int]:
         """The kinds that some rank has at this local stage and that compute values by matmuls."""
         return [number for number in sorted({*self._kinds_on_ranks(local)}) if self.places_of[number]]
 
-    def _is(self, number: int, local: int) -> jax.Array:
+    def _has_kind(self, number: int, local: int) -> jax.Array:
         """Whether this rank's local stage is of the kind: else the prelude would see parameters of another kind."""
         of_rank = np.array(self._kinds_on_ranks(local)) == number
         return jnp.asarray(of_rank)[lax.axis_index(PP)]
 
 
-def _added(totals: list[Any], more: list[Any]) -> list[Any]:
+def _sum_gradients(totals: list[Any], more: list[Any]) -> list[Any]:
     return [t if t is None or m is None else t + m.astype(t.dtype) for t, m in zip(totals, more, strict=True)]

@@ -8,16 +8,16 @@ from jax import lax
 
 from dualpipe_jax.contract import At, Report, Tree, key_at, loss_weights
 from dualpipe_jax.engine import tick
-from dualpipe_jax.engine.nans import NEVER
-from dualpipe_jax.engine.slots import Layout, lay_out, make_kept, make_pool
-from dualpipe_jax.engine.stages import borrow, give_back, homes
+from dualpipe_jax.engine.nans import NO_TICK
+from dualpipe_jax.engine.slots import PoolLayout, lay_out, make_pool, make_saved_pools
+from dualpipe_jax.engine.stages import borrow, give_back, stage_ownership
 from dualpipe_jax.engine.state import Entry, State
 from dualpipe_jax.engine.step import Step
-from dualpipe_jax.engine.storage import Leaf, leaves_of, map_leaves
+from dualpipe_jax.engine.storage import LeafSharding, leaf_shardings, map_shardings
 from dualpipe_jax.engine.tick import Tick
-from dualpipe_jax.engine.traced import Traced, trace
+from dualpipe_jax.engine.traced import TracedModel, trace
 from dualpipe_jax.engine.trees import raw, sum_dtype, typed, zeros
-from dualpipe_jax.engine.units import Surroundings, Works
+from dualpipe_jax.engine.units import StepConstants, TaskBuilder
 from dualpipe_jax.parallel import PP
 from dualpipe_jax.parallel.mesh import slow_links
 from dualpipe_jax.schedule.lowering.alone import units_alone
@@ -48,18 +48,18 @@ class Program:
         local = tuple(self._gathered(stage, in_parts=False) for stage in local)
         local = local + borrow(local, self.schedule.placement)
         own = tuple(self._gathered(stage, in_parts=True) for stage in local)
-        shared = map_leaves(Leaf.gather, step.layout["shared"], shared)
+        shared = map_shardings(LeafSharding.gather, step.shardings["shared"], shared)
         self.shared, self.batch, self.key = shared, batch, key
-        self.part = self.vary(_part(step))
+        self.part = self.vary(_part_number(step))
         self.kinds, self.prepared, self.boundary, self.result = self._traced(own[0], *types)
         self.own = self.prepared.stages(own, shared)
-        self.layout: Layout = lay_out(
-            [kind.kept for kind in self.kinds],
+        self.pool_layout: PoolLayout = lay_out(
+            [kind.saved for kind in self.kinds],
             [kind.keep_input for kind in self.kinds],
             self.prepared.kind_of,
         )
         self.table: TickTable = self._table()
-        self.around = Surroundings(
+        self.constants = StepConstants(
             self.own,
             shared,
             batch,
@@ -68,20 +68,25 @@ class Program:
             self._seeds(types[2]),
             slow_links(step.mesh),
         )
-        works = Works(
-            self.table, self.kinds, self.layout, self.around, outputs=outputs, fuse_pairs=step.fuse_pairs
+        builder = TaskBuilder(
+            self.table,
+            self.kinds,
+            self.pool_layout,
+            self.constants,
+            outputs=outputs,
+            fuse_pairs=step.fuse_pairs,
         )
-        self.tasks = works.tasks()
+        self.tasks = builder.tasks()
 
     def _gathered(self, stage: Tree, *, in_parts: bool) -> Tree:
         """The stage with all leaves cast, and with those gathered whose ``crosses_in_parts`` equals ``in_parts``."""
 
-        def one(lies: Leaf, leaf: jax.Array) -> jax.Array:
-            return lies.gather(leaf) if lies.crosses_in_parts is in_parts else lies.cast(leaf)
+        def one(sharding: LeafSharding, leaf: jax.Array) -> jax.Array:
+            return sharding.gather(leaf) if sharding.crosses_in_parts is in_parts else sharding.cast(leaf)
 
-        return map_leaves(one, self.step.layout["stages"], stage)
+        return map_shardings(one, self.step.shardings["stages"], stage)
 
-    def _traced(self, gathered: Tree, shared: Tree, own: Tree, batch: Tree, key: Any) -> Traced:
+    def _traced(self, gathered: Tree, shared: Tree, own: Tree, batch: Tree, key: Any) -> TracedModel:
         """The model's kinds, traced.
 
         ``gathered`` holds one stage's parameters; the other arguments have the types of the caller's arguments.
@@ -105,23 +110,23 @@ class Program:
     def _table(self) -> TickTable:
         step = self.step
         schedule = self.schedule if self.backward else forward_only(self.schedule)
-        table = lower(schedule, step.costs, self.layout.keeps)
+        table = lower(schedule, step.costs, self.pool_layout.keeps)
         if not step.units:
             return table
-        return units_alone(table, step.units, self._stand_ins() if step.every_kind else None)
+        return units_alone(table, step.units, self._representatives() if step.every_kind else None)
 
-    def _stand_ins(self) -> list[int]:
+    def _representatives(self) -> list[int]:
         """For each kind the number of the first kind alike.
 
         The kinds of the first and the last stage are alike to no other: one takes no x, the other hands none
         on.
         """
         alike, kind_of = self.step.model.alike, self.prepared.kind_of
-        likes = [
+        representatives = [
             number if number in (kind_of[0], kind_of[-1]) else alike.get(kind.name, kind.name)
             for number, kind in enumerate(self.kinds)
         ]
-        return [likes.index(each) for each in likes]
+        return [representatives.index(each) for each in representatives]
 
     def _seeds(self, types: Tree) -> dict[str, jax.Array]:
         """The weight of each loss in this device's part of each microbatch, [num_microbatches].
@@ -163,7 +168,7 @@ class Program:
     def initial_state(self) -> State:
         """The state before the first tick: uninitialised pools, nothing to send, zero sums."""
         slots = self.table.num_slots
-        nothing = tick.fresh(self.boundary, ("y", "dx"))
+        nothing = tick.empty_payloads(self.boundary, ("y", "dx"))
         state = State(pools={"x": make_pool(slots["x"], self.boundary)}, under_way={"y": nothing["y"]})
         for kind in self.kinds:
             state = state.put(
@@ -177,11 +182,14 @@ class Program:
             outputs = jax.tree.map(lambda y: jnp.zeros((every, *y.shape), y.dtype), last.y)
             state = state.put(outputs=outputs)
         if self.step.debug_nans:
-            state = state.put(first_bad=jnp.full((4,), NEVER, jnp.int32))
+            state = state.put(first_bad=jnp.full((4,), NO_TICK, jnp.int32))
         if self.backward:
-            kept = {name: make_kept(slots[name], entries) for name, entries in self.layout.types.items()}
+            saved = {
+                name: make_saved_pools(slots[name], entries)
+                for name, entries in self.pool_layout.types.items()
+            }
             state = state.put(
-                pools={"dy": make_pool(slots["dy"], nothing["dx"]), **kept}, under_way={"dx": nothing["dx"]}
+                pools={"dy": make_pool(slots["dy"], nothing["dx"]), **saved}, under_way={"dx": nothing["dx"]}
             )
             sums, used = self._sums(), {entry for task in self.tasks for entry in task.changes}
             state = state.merge(sums.pick(sums.entries & used))
@@ -191,9 +199,9 @@ class Program:
         """Zero sums for every gradient that any unit may add to."""
         dtype, source = self.step.accumulate_dtype, self.stored["stages"]
         owners = [*range(len(source))]
-        owners += [owner for owner, _ in homes(self.schedule.placement).borrowed]
+        owners += [owner for owner, _ in stage_ownership(self.schedule.placement).borrowed]
 
-        def of(seen: Tree, stored: Tree) -> dict[int, jax.Array]:
+        def zero_sums(seen: Tree, stored: Tree) -> dict[int, jax.Array]:
             leaves = zip(jax.tree.leaves(seen), jax.tree.leaves(stored), strict=True)
             return {
                 number: jnp.zeros(leaf.shape, sum_dtype(kept.dtype, dtype))
@@ -205,9 +213,9 @@ class Program:
             own={
                 (local, number): zero
                 for local, owner in enumerate(owners)
-                for number, zero in of(self.own[local], (source[owner], self.own[local][1])).items()
+                for number, zero in zero_sums(self.own[local], (source[owner], self.own[local][1])).items()
             },
-            shared=of(self.shared, self.stored["shared"]),
+            shared=zero_sums(self.shared, self.stored["shared"]),
             batch={
                 number: jnp.zeros(leaf.shape, leaf.dtype)
                 for number, leaf in enumerate(jax.tree.leaves(self.batch))
@@ -242,14 +250,16 @@ class Program:
 
             return [one(leaf, stop) for leaf, stop in enumerate(jax.tree.leaves(frozen))]
 
-        def reduced(sums: list[Any], layout: Tree, *more: str, in_parts: bool | None = None) -> list[Any]:
+        def reduced(sums: list[Any], shardings: Tree, *more: str, in_parts: bool | None = None) -> list[Any]:
             """The sums reduced: all if ``in_parts`` is None, else those whose ``crosses_in_parts`` equals it."""
 
-            def one(total: Any, lies: Leaf) -> Any:
-                chosen = total is not None and in_parts in (None, lies.crosses_in_parts)
-                return lies.reduce(total, (*over, *more)) if chosen else total
+            def one(total: Any, sharding: LeafSharding) -> Any:
+                chosen = total is not None and in_parts in (None, sharding.crosses_in_parts)
+                return sharding.reduce(total, (*over, *more)) if chosen else total
 
-            return [one(total, lies) for total, lies in zip(sums, leaves_of(layout), strict=True)]
+            return [
+                one(total, sharding) for total, sharding in zip(sums, leaf_shardings(shardings), strict=True)
+            ]
 
         def kept(totals: list[Any], stored: Tree) -> list[Any]:
             rows = zip(totals, jax.tree.leaves(stored), strict=True)
@@ -264,13 +274,13 @@ class Program:
         frozen = step.frozen["stages"], jax.tree.map(lambda _: False, self.prepared.types)
         own = [listed("own", frozen, local) for local in range(len(self.own))]
         of_shared = listed("shared", step.frozen["shared"])
-        own, of_shared = self.prepared.lead_back(self.own, self.shared, own, of_shared)
-        layout = step.layout["stages"]
-        own = [reduced(stage, layout, in_parts=True) for stage in own]
+        own, of_shared = self.prepared.pull_back(self.own, self.shared, own, of_shared)
+        shardings = step.shardings["stages"]
+        own = [reduced(stage, shardings, in_parts=True) for stage in own]
         own = give_back(own, self.schedule.placement)
-        own = [reduced(stage, layout, in_parts=False) for stage in own]
+        own = [reduced(stage, shardings, in_parts=False) for stage in own]
         own = [kept(stage, leaves) for stage, leaves in zip(own, self.stored["stages"], strict=True)]
-        shared = kept(reduced(of_shared, step.layout["shared"], PP), self.stored["shared"])
+        shared = kept(reduced(of_shared, step.shardings["shared"], PP), self.stored["shared"])
         none_frozen = jax.tree.map(lambda _: False, self.batch)
         by_batch = [None if g is None else scaled(lax.psum(g, PP)) for g in listed("batch", none_frozen)]
         lead = step.placed(tuple([None if g is None else g[None] for g in stage] for stage in own))
@@ -294,7 +304,7 @@ class Program:
         return state.first_bad[(None,) * len(self.step.axes)] if self.step.debug_nans else None
 
 
-def _part(step: Step) -> jax.Array:
+def _part_number(step: Step) -> jax.Array:
     number = jnp.int32(0)
     for axis in step.batch_axes:
         number = number * step.mesh.shape[axis] + lax.axis_index(axis)

@@ -15,9 +15,9 @@ from dualpipe_jax.contract import (
     StagedModel,
     StageFunction,
     Tree,
+    checked_output,
     key_at,
     loss_weights,
-    returned,
     staged,
 )
 from dualpipe_jax.engine import checks
@@ -66,7 +66,7 @@ def reference_loss(
             own = stage_of(params["stages"], stage, model.num_stages)
             microbatch, part = number // num_parts, number % num_parts
             at = At(batch, jnp.int32(stage), microbatch, key_at(key, stage, microbatch, part))
-            out = returned(kind, model.kinds[kind](own, params["shared"], x, at))
+            out = checked_output(kind, model.kinds[kind](own, params["shared"], x, at))
             dropped += _dropped(model.kinds[kind], own, params["shared"], x, at)
             x = out.x
             for name, value in out.losses.items():
@@ -88,7 +88,7 @@ def reference_loss(
             lambda leaf: leaf.reshape(-1, leaf.shape[1] // num_parts, *leaf.shape[2:]), batch
         )
         numbers = jnp.arange(jax.tree.leaves(parts)[0].shape[0], dtype=jnp.int32)
-        checks.check_parts(params)
+        checks.check_param_keys(params)
         plain = staged(model, num_stages_of(params["stages"])) if isinstance(model, PipelineModel) else model
         wide = _widened(params)
         losses, metrics, dropped, weights = jax.lax.map(

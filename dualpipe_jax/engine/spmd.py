@@ -12,7 +12,7 @@ from dualpipe_jax.engine.kinds import Kind
 from dualpipe_jax.engine.program import Outputs, Program
 from dualpipe_jax.engine.state import State
 from dualpipe_jax.engine.step import Step
-from dualpipe_jax.engine.storage import leaves_of
+from dualpipe_jax.engine.storage import leaf_shardings
 from dualpipe_jax.parallel import PP
 from dualpipe_jax.schedule.lowering.table import TickTable
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
@@ -162,18 +162,20 @@ def _shard_map(
 
 
 def _gradient_specs(step: Step, params: Tree, batch: Tree) -> Tree:
-    def listed(tree: Tree, layout: Tree, frozen: Tree, *lead: str) -> list[PartitionSpec | None]:
-        rows = zip(jax.tree.leaves(tree), leaves_of(layout), jax.tree.leaves(frozen), strict=True)
+    def listed(tree: Tree, shardings: Tree, frozen: Tree, *lead: str) -> list[PartitionSpec | None]:
+        rows = zip(jax.tree.leaves(tree), leaf_shardings(shardings), jax.tree.leaves(frozen), strict=True)
         return [
-            None if stop or not is_floating(leaf) else PartitionSpec(*lead, *lies.stored)
-            for leaf, lies, stop in rows
+            None if stop or not is_floating(leaf) else PartitionSpec(*lead, *sharding.stored)
+            for leaf, sharding, stop in rows
         ]
 
-    stages = [listed(own, step.layout["stages"], step.frozen["stages"], PP) for own in params["stages"].local]
+    stages = [
+        listed(own, step.shardings["stages"], step.frozen["stages"], PP) for own in params["stages"].local
+    ]
     over = PartitionSpec(None, step.batch_axes)
     by_batch = [over if is_floating(leaf) else None for leaf in jax.tree.leaves(batch)]
     return {
         "stages": step.placed(tuple(stages)),
-        "shared": listed(params["shared"], step.layout["shared"], step.frozen["shared"]),
+        "shared": listed(params["shared"], step.shardings["shared"], step.frozen["shared"]),
         "batch": by_batch if step.input_grads else [],
     }

@@ -36,7 +36,7 @@ class PlacedStages:
 
 
 @dataclasses.dataclass(frozen=True)
-class Homes:
+class StageOwnership:
     """The stages that each rank owns, and those that it borrows from another rank.
 
     Attributes:
@@ -49,7 +49,7 @@ class Homes:
     borrowed: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
 
 
-def homes(placement: Placement) -> Homes:
+def stage_ownership(placement: Placement) -> StageOwnership:
     """The owned stages, those of pipe 0, and the borrowed stages, those of further pipes, which are copied each step.
 
     Raises ValueError if ranks hold unequal numbers of stages, since one program runs on all of them, or if a
@@ -76,12 +76,12 @@ def homes(placement: Placement) -> Homes:
             )
         pairs = tuple((home[int(model_stage)][1], rank) for rank, model_stage in enumerate(row))
         borrowed.append((sources.pop(), pairs))
-    return Homes(owned, tuple(borrowed))
+    return StageOwnership(owned, tuple(borrowed))
 
 
 def owned_stages(placement: Placement) -> tuple[tuple[int, ...], ...]:
     """``PlacedStages.model_stages`` of stages in this placement."""
-    return tuple(tuple(map(int, row)) for row in homes(placement).owned)
+    return tuple(tuple(map(int, row)) for row in stage_ownership(placement).owned)
 
 
 def to_placed(stages: Tree, placement: Placement) -> PlacedStages:
@@ -111,7 +111,7 @@ def to_placed(stages: Tree, placement: Placement) -> PlacedStages:
         in_order = np.array_equal(model_stages, np.arange(placement.num_model_stages))
         return stages if in_order else jax.tree.map(lambda leaf: jnp.take(leaf, model_stages, axis=0), stages)
 
-    return PlacedStages(tuple(pick(row) for row in homes(placement).owned), owned_stages(placement))
+    return PlacedStages(tuple(pick(row) for row in stage_ownership(placement).owned), owned_stages(placement))
 
 
 def _check_placed_for(stages: PlacedStages, placement: Placement) -> None:
@@ -173,7 +173,7 @@ def from_placed(
             "returned, and its gradients, can be brought back to model order."
         )
     _check_placed_for(placed, placement)
-    owned = homes(placement).owned
+    owned = stage_ownership(placement).owned
     back = np.argsort(owned.reshape(-1))
     if len(owned) == 1 and np.array_equal(back, np.arange(back.size)):
         return placed.local[0]
@@ -186,12 +186,12 @@ def from_placed(
 
 def borrow(own: tuple[Tree, ...], placement: Placement) -> tuple[Tree, ...]:
     """The copies of stages with which further pipes work during a step: one exchange over pp for each stage."""
-    return tuple(send(own[source], pairs) for source, pairs in homes(placement).borrowed)
+    return tuple(send(own[source], pairs) for source, pairs in stage_ownership(placement).borrowed)
 
 
 def give_back(gradients: list[Tree], placement: Placement) -> list[Tree]:
     """Send borrowed stages' gradients to their owners, and add them to the owners'; one tree for each owned stage."""
-    where = homes(placement)
+    where = stage_ownership(placement)
     own = list(gradients[: len(where.owned)])
     for (source, pairs), borrowed in zip(where.borrowed, gradients[len(where.owned) :], strict=True):
         returned = send(borrowed, [(borrower, owner) for owner, borrower in pairs])

@@ -38,7 +38,7 @@ class State:
         stage dispatches.
       outputs: in a forward-only program what the last stage returned, [num_microbatches, ...].
       first_bad: int32 [4], (tick, what, stage, microbatch) of the first value that is not finite, if it is
-        looked for; ``what`` is a number in ``nans.WATCHED``.
+        looked for; ``what`` is a number in ``nans.CHECKED_VALUES``.
     """
 
     pools: Mapping[str, Tree] = dataclasses.field(default_factory=dict)

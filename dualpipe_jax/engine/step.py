@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from dualpipe_jax.contract import StagedModel, Tree
 from dualpipe_jax.engine.guard import Divergence
 from dualpipe_jax.engine.stages import PlacedStages, owned_stages
-from dualpipe_jax.engine.storage import Leaf, map_leaves
+from dualpipe_jax.engine.storage import LeafSharding, map_shardings
 from dualpipe_jax.engine.trees import Vary
 from dualpipe_jax.parallel import PP
 from dualpipe_jax.parallel.mesh import AXES, BATCH_AXES
@@ -26,14 +26,14 @@ class Step:
     time; its results are of no use.
 
     Further fields:
-      layout: a ``Leaf`` for every leaf of params: {"stages": those of one local stage, "shared": ...}.
+      shardings: a ``LeafSharding`` for every leaf of params: {"stages": those of one local stage, "shared": ...}.
       frozen: for every leaf of params, in the same form, whether it has no gradient.
     """
 
     model: StagedModel
     schedule: Schedule
     mesh: Mesh | AbstractMesh
-    layout: Tree
+    shardings: Tree
     frozen: Tree
     costs: CostModel
     accumulate_dtype: Any
@@ -69,11 +69,11 @@ class Step:
     def param_specs(self, num_owned: int) -> Tree:
         """A PartitionSpec for every leaf of placed params."""
 
-        def over_ranks(leaf: Leaf) -> PartitionSpec:
+        def over_ranks(leaf: LeafSharding) -> PartitionSpec:
             return PartitionSpec(PP, *leaf.stored)
 
-        own = map_leaves(over_ranks, self.layout["stages"])
-        shared = map_leaves(lambda leaf: leaf.stored, self.layout["shared"])
+        own = map_shardings(over_ranks, self.shardings["stages"])
+        shared = map_shardings(lambda leaf: leaf.stored, self.shardings["shared"])
         return {"stages": self.placed((own,) * num_owned), "shared": shared}
 
     def placed(self, local: tuple[Tree, ...]) -> PlacedStages:

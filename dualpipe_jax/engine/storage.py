@@ -21,7 +21,7 @@ from dualpipe_jax.parallel.mesh import DP
 Axes = tuple[str, ...]
 
 
-def entries(spec: PartitionSpec, ndim: int) -> list[Axes]:
+def axes_by_dim(spec: PartitionSpec, ndim: int) -> list[Axes]:
     """The mesh axes of each of ``ndim`` dims; an empty tuple for a dim that is not sharded."""
     given = [entry if isinstance(entry, tuple) else (entry,) if entry else () for entry in spec]
     return [*given, *[()] * (ndim - len(given))]
@@ -29,11 +29,11 @@ def entries(spec: PartitionSpec, ndim: int) -> list[Axes]:
 
 def axes_of(spec: PartitionSpec) -> set[str]:
     """All mesh axes that a spec names."""
-    return {axis for axes in entries(spec, len(spec)) for axis in axes}
+    return {axis for axes in axes_by_dim(spec, len(spec)) for axis in axes}
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class LeafSharding:
     """How one leaf is used and stored. Its dims are counted without the stage dim.
 
     Attributes:
@@ -56,9 +56,9 @@ class Leaf:
         """
         return bool(axes_of(self.stored) - axes_of(self.used) - {DP})
 
-    def extra(self, ndim: int) -> list[tuple[int, Axes]]:
+    def gathered_dims(self, ndim: int) -> list[tuple[int, Axes]]:
         """The dims that are gathered, each with the axes over which it is gathered."""
-        pairs = zip(entries(self.used, ndim), entries(self.stored, ndim), strict=True)
+        pairs = zip(axes_by_dim(self.used, ndim), axes_by_dim(self.stored, ndim), strict=True)
         return [
             (dim, stored[len(used) :]) for dim, (used, stored) in enumerate(pairs) if len(stored) > len(used)
         ]
@@ -71,7 +71,7 @@ class Leaf:
     def gather(self, leaf: jax.Array) -> jax.Array:
         """The leaf as stage functions see it, cast and gathered from each device's stored part."""
         leaf = self.cast(leaf)
-        for dim, axes in self.extra(leaf.ndim):
+        for dim, axes in self.gathered_dims(leaf.ndim):
             leaf = lax.all_gather(leaf, axes, axis=dim, tiled=True)
         return leaf
 
@@ -81,21 +81,21 @@ class Leaf:
         ``over``: all axes over which the leaf is the same and the devices' contributions to its gradient differ.
         """
         owed = [axis for axis in over if axis not in axes_of(self.used)]
-        for dim, axes in self.extra(gradient.ndim):
+        for dim, axes in self.gathered_dims(gradient.ndim):
             gradient = lax.psum_scatter(gradient, axes, scatter_dimension=dim, tiled=True)
             owed = [axis for axis in owed if axis not in axes]
         return lax.psum(gradient, tuple(owed)) if owed else gradient
 
 
 def _is_leaf(node: Any) -> bool:
-    return isinstance(node, Leaf)
+    return isinstance(node, LeafSharding)
 
 
-def leaves_of(layout: Tree) -> list[Leaf]:
-    """The layout's leaves, in the order of the tree that it describes."""
-    return jax.tree.leaves(layout, is_leaf=_is_leaf)
+def leaf_shardings(shardings: Tree) -> list[LeafSharding]:
+    """The shardings of all leaves, in the order of the tree that it describes."""
+    return jax.tree.leaves(shardings, is_leaf=_is_leaf)
 
 
-def map_leaves(function: Callable[..., Any], layout: Tree, *trees: Tree) -> Tree:
-    """A tree with ``function(leaf of layout, leaf of each of trees)`` for each leaf."""
-    return jax.tree.map(function, layout, *trees, is_leaf=_is_leaf)
+def map_shardings(function: Callable[..., Any], shardings: Tree, *trees: Tree) -> Tree:
+    """A tree with ``function(leaf of shardings, leaf of each of trees)`` for each leaf."""
+    return jax.tree.map(function, shardings, *trees, is_leaf=_is_leaf)

@@ -16,7 +16,7 @@ from jax import lax
 
 from dualpipe_jax.contract import Tree
 from dualpipe_jax.engine import nans
-from dualpipe_jax.engine.guard import Divergence, run_if, run_one, run_together
+from dualpipe_jax.engine.guard import Divergence, run_if, run_in_lockstep, run_one
 from dualpipe_jax.engine.slots import write_slot
 from dualpipe_jax.engine.state import State
 from dualpipe_jax.engine.trees import Vary
@@ -58,7 +58,7 @@ class Tick:
         )
         state = self._work(state, here, row[3])
         if self.debug_nans:
-            state = nans.watch(state, here, self.vary(number))
+            state = nans.record_first_bad(state, here, self.vary(number))
         for c, (channel, payload) in enumerate(zip(self.table.channels, arrived, strict=True)):
             state = state.put(
                 pools={channel.pool: write_slot(state.pools[channel.pool], here[f"arrive{c}"], payload)}
@@ -89,7 +89,7 @@ class Tick:
         return lax.switch(number, [functools.partial(exchange, wanted) for wanted in sets], payloads)
 
     def _nothing_to_send(self, state: State, payloads: Collection[str]) -> State:
-        nothing = fresh(self.boundary, payloads, watched=self.debug_nans)
+        nothing = empty_payloads(self.boundary, payloads, zeroed=self.debug_nans)
         return state.put(under_way=self.vary(nothing))
 
     def _work(self, state: State, row: Row, runs: tuple[jax.Array, ...]) -> State:
@@ -102,7 +102,7 @@ class Tick:
                 guard = functools.partial(run_if, wanted, sums=task.sums)
             else:
                 anywhere = functools.reduce(jnp.logical_or, [runs[number] for number in task.numbers])
-                guard = functools.partial(run_together, anywhere, wanted)
+                guard = functools.partial(run_in_lockstep, anywhere, wanted)
             with jax.named_scope(task.key.scope):
                 part = state.pick(task.changes)
                 state = state.merge(guard(self._trip(task, row), part, row.values, *task.reads))
@@ -148,12 +148,12 @@ class Tick:
         return trip
 
 
-def fresh(boundary: Tree, payloads: Collection[str], *, watched: bool = False) -> dict[str, Tree]:
+def empty_payloads(boundary: Tree, payloads: Collection[str], *, zeroed: bool = False) -> dict[str, Tree]:
     """A payload for each of "y" and "dx" that is asked for, when nothing is to be sent.
 
-    It holds whatever was in memory, or zeros if ``watched`` by ``nans``.
+    It holds whatever was in memory, or zeros if ``zeroed``, as ``nans`` needs them.
     """
-    make = jnp.zeros if watched else lax.empty
+    make = jnp.zeros if zeroed else lax.empty
     made_before = itertools.count()
 
     def nothing(leaf: jax.ShapeDtypeStruct) -> jax.Array:

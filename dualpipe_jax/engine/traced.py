@@ -9,14 +9,14 @@ import jax
 
 from dualpipe_jax.contract import At, StagedModel, Tree
 from dualpipe_jax.engine import checks
-from dualpipe_jax.engine.kinds import ForwardKind, Kind, Sight, counting, plain
+from dualpipe_jax.engine.kinds import ForwardKind, Kind, StageInputTypes, raw_stage, with_dropped_count
 from dualpipe_jax.engine.prepared import Prepared
 from dualpipe_jax.engine.trees import Vary, raw, raw_zeros, sum_dtype, zeros
 from dualpipe_jax.schedule import Placement
 from dualpipe_jax.split import hoist
 
 
-class Traced(NamedTuple):
+class TracedModel(NamedTuple):
     """A model's kinds of stages.
 
     Attributes:
@@ -41,7 +41,7 @@ def trace(
     vary: Vary,
     wanted: tuple[tuple[Tree, Tree], At] | None,
     sums: tuple[Tree, Tree, Any] | None,
-) -> Traced:
+) -> TracedModel:
     """Trace each kind of stage, inside shard_map.
 
     Arguments:
@@ -57,7 +57,7 @@ def trace(
     if last:
         first = model.kinds[model.kind_of[0]]
         x = jax.eval_shape(
-            lambda own, shared, at: checks.called(model.kind_of[0], first, own, shared, None, at).x,
+            lambda own, shared, at: checks.call_stage(model.kind_of[0], first, own, shared, None, at).x,
             *params,
             at,
         )
@@ -68,7 +68,11 @@ def trace(
     given = [None if is_first else x for _, is_first, _ in names]
     seen = [vary(raw_zeros((x, at))) for x in given]
     functions = [
-        counting(plain(name, model.kinds[name], Sight(*params, x, at), vary), vary(raw_zeros(params)), sees)
+        with_dropped_count(
+            raw_stage(name, model.kinds[name], StageInputTypes(*params, x, at), vary),
+            vary(raw_zeros(params)),
+            sees,
+        )
         for (name, _, _), x, sees in zip(names, given, seen, strict=True)
     ]
     hoisted = [hoist(f, vary(raw_zeros(params)), s) for f, s in zip(functions, seen, strict=True)]
@@ -85,7 +89,7 @@ def trace(
         else:
             of_params = (trained[0], prepared.wanted), trained[1]
             kinds.append(Kind(*stage, is_last=is_last, wanted=(of_params, (True, wanted[1])), sums=sums_in))
-    return Traced(kinds, prepared, boundary, result)
+    return TracedModel(kinds, prepared, boundary, result)
 
 
 def _sum_dtypes(own: Tree, shared: Tree, dtype: Any, prepared: Prepared) -> list[Any]:

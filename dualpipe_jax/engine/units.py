@@ -16,7 +16,7 @@ from jax import lax
 from dualpipe_jax.contract import At, Tree, key_at
 from dualpipe_jax.engine.guard import pin
 from dualpipe_jax.engine.kinds import ForwardKind, Gradients, Kind
-from dualpipe_jax.engine.slots import Layout, read_slot, write_slot
+from dualpipe_jax.engine.slots import PoolLayout, read_slot, write_slot
 from dualpipe_jax.engine.state import Entry, State
 from dualpipe_jax.engine.trees import add_to
 from dualpipe_jax.pair.interleave import Pool
@@ -36,7 +36,7 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Surroundings:
+class StepConstants:
     """What stays the same through all ticks of a rank.
 
     Attributes:
@@ -79,14 +79,14 @@ class Task:
     work: Callable[..., State]
 
 
-class Works:
+class TaskBuilder:
     """Makes tasks from a table's units.
 
     Arguments:
       table: the lowered schedule.
       kinds: the kinds of stages, in the order of the table's numbers.
       layout: the layout of the pools.
-      around: what stays the same through all ticks.
+      constants: what stays the same through all ticks.
       outputs: whether the last stage's x is collected.
       fuse_pairs: see ``Pipeline``.
     """
@@ -95,14 +95,20 @@ class Works:
         self,
         table: TickTable,
         kinds: Sequence[ForwardKind],
-        layout: Layout,
-        around: Surroundings,
+        layout: PoolLayout,
+        constants: StepConstants,
         *,
         outputs: bool,
         fuse_pairs: bool,
     ):
-        self.table, self.kinds, self.layout, self.around, self.outputs = table, kinds, layout, around, outputs
-        self.fuse_pairs, self.links = fuse_pairs, around.links if fuse_pairs else None
+        self.table, self.kinds, self.pool_layout, self.constants, self.outputs = (
+            table,
+            kinds,
+            layout,
+            constants,
+            outputs,
+        )
+        self.fuse_pairs, self.links = fuse_pairs, constants.links if fuse_pairs else None
         self._last = table.keeps.kind_of[-1]
         self._first = table.keeps.kind_of[0]
 
@@ -136,7 +142,7 @@ class Works:
                 *(self._backward_changes(op, back) if back else ()),
             ]
         )
-        reads = tuple((self.around.own[stand.local], self.around.shared) for stand in stands)
+        reads = tuple((self.constants.own[stand.local], self.constants.shared) for stand in stands)
 
         def work(part: State, row: Row, *params: Tree) -> State:
             if ahead is not None and back is not None:
@@ -146,7 +152,7 @@ class Works:
             assert back is not None
             return {"B": self._backward, "I": self._input, "W": self._weight}[op](part, row, back, *params)
 
-        sums = tuple(self._sums(back)) if back is not None and op != "I" else ()
+        sums = tuple(self._sum_entries(back)) if back is not None and op != "I" else ()
         return Task(key, numbers, tuple(changes), sums, reads, work)
 
     # ------------------------------------------------------------------ forward
@@ -156,7 +162,7 @@ class Works:
         touches_x = stand.kind != self._first or (not last and "x" in self.table.hands_over)
         return (
             *([Entry("pools", "x")] if touches_x else []),
-            *self._pools(stand.kind, "residual_i", "residual_w"),
+            *self._pool_entries(stand.kind, "residual_i", "residual_w"),
             *([] if last else [Entry("under_way", "y")]),
             *([Entry("outputs")] if last and self.outputs else []),
             *(Entry("losses", name) for name in kind.losses),
@@ -167,12 +173,14 @@ class Works:
     def _forward(self, part: State, row: Row, stand: Stand, params: Tree) -> State:
         kind = self.kinds[stand.kind]
         seen = self._x(part, row, stand, "F"), self._at(row, "F")
-        made, aside, residuals_i, residuals_w = kind.forward(params, seen)
-        part = self._put(part, row, "F", stand.kind, {"residual_i": residuals_i, "residual_w": residuals_w})
-        return self._hand_over(part, row, stand, made, aside)
+        made, aux, residuals_i, residuals_w = kind.forward(params, seen)
+        part = self._write_pools(
+            part, row, "F", stand.kind, {"residual_i": residuals_i, "residual_w": residuals_w}
+        )
+        return self._finish_forward(part, row, stand, made, aux)
 
-    def _hand_over(self, part: State, row: Row, stand: Stand, made: Any, aside: Any) -> State:
-        (y, losses), (metrics, dropped) = made, aside
+    def _finish_forward(self, part: State, row: Row, stand: Stand, made: Any, aux: Any) -> State:
+        (y, losses), (metrics, dropped) = made, aux
         if stand.kind != self._last:
             if "x" in self.table.hands_over:
                 part = part.put(pools={"x": write_slot(part.pools["x"], row["F_y"], y)})
@@ -191,10 +199,10 @@ class Works:
     # ----------------------------------------------------------------- backward
 
     def _backward_changes(self, op: str, stand: Stand) -> tuple[Entry, ...]:
-        kind = self._split(stand)
+        kind = self._kind(stand)
         last, first = stand.kind == self._last, stand.kind == self._first
         pools = {"I": ("residual_i", "residual_w", "stash"), "W": ("residual_w", "stash")}
-        entries = self._pools(stand.kind, *pools.get(op, ("residual_i", "residual_w")))
+        entries = self._pool_entries(stand.kind, *pools.get(op, ("residual_i", "residual_w")))
         if self._reads_x(op, stand) and not first:
             entries.append(Entry("pools", "x"))
         if op != "W":
@@ -202,30 +210,30 @@ class Works:
             entries += [] if first else [Entry("under_way", "dx")]
             entries += [Entry("batch", leaf) for leaf in kind.batch]
         if op != "I":
-            entries += self._sums(stand)
+            entries += self._sum_entries(stand)
         return tuple(entries)
 
     def _backward(self, part: State, row: Row, stand: Stand, params: Tree) -> State:
-        kept, dy = self._kept(part, row, stand.kind), self._dy(part, row, stand)
-        seen, sums = self._seen(part, row, stand, "B"), self._totals(part, stand)
-        gradients = self._split(stand).backward(params, seen, kept, dy, sums, self.links)
-        return self._hand_back(self._summed(part, stand, gradients), row, stand, gradients)
+        residuals, dy = self._residuals(part, row, stand.kind), self._dy(part, row, stand)
+        seen, sums = self._backward_inputs(part, row, stand, "B"), self._current_sums(part, stand)
+        gradients = self._kind(stand).backward(params, seen, residuals, dy, sums, self.links)
+        return self._finish_backward(self._with_new_sums(part, stand, gradients), row, stand, gradients)
 
     def _input(self, part: State, row: Row, stand: Stand, params: Tree) -> State:
-        kept, dy = self._kept(part, row, stand.kind), self._dy(part, row, stand)
-        seen = self._seen(part, row, stand, "I")
-        gradients, stash = self._split(stand).backward_input(params, seen, kept, dy)
-        part = self._put(part, row, "G", stand.kind, {"stash": stash})
-        return self._hand_back(part, row, stand, gradients)
+        residuals, dy = self._residuals(part, row, stand.kind), self._dy(part, row, stand)
+        seen = self._backward_inputs(part, row, stand, "I")
+        gradients, stash = self._kind(stand).backward_input(params, seen, residuals, dy)
+        part = self._write_pools(part, row, "G", stand.kind, {"stash": stash})
+        return self._finish_backward(part, row, stand, gradients)
 
     def _weight(self, part: State, row: Row, stand: Stand, params: Tree) -> State:
-        residuals, stash = (self._take(part, row, stand.kind, pool) for pool in ("residual_w", "stash"))
-        seen, sums = self._seen(part, row, stand, "W"), self._totals(part, stand)
-        gradients = self._split(stand).backward_weight(params, seen, residuals, stash, sums)
-        return self._summed(part, stand, gradients)
+        residuals, stash = (self._read_pools(part, row, stand.kind, pool) for pool in ("residual_w", "stash"))
+        seen, sums = self._backward_inputs(part, row, stand, "W"), self._current_sums(part, stand)
+        gradients = self._kind(stand).backward_weight(params, seen, residuals, stash, sums)
+        return self._with_new_sums(part, stand, gradients)
 
-    def _hand_back(self, part: State, row: Row, stand: Stand, gradients: Gradients) -> State:
-        for number, gradient in zip(self._split(stand).batch, gradients.batch, strict=True):
+    def _finish_backward(self, part: State, row: Row, stand: Stand, gradients: Gradients) -> State:
+        for number, gradient in zip(self._kind(stand).batch, gradients.batch, strict=True):
             held, at = part.batch[number], row["G_microbatch"]
             part = part.put(batch={number: write_slot(held, at, add_to(read_slot(held, at), gradient))})
         if stand.kind == self._first:
@@ -237,19 +245,19 @@ class Works:
 
     def _whole_dx(self, part: State, stand: Stand, gradients: list[Any]) -> list[Any]:
         """The gradients of all floating leaves of x; zeros for a leaf that the stage does not use."""
-        kind = self._split(stand)
+        kind = self._kind(stand)
         made = dict(zip(kind.x, gradients, strict=True))
         return [
             made[number] if number in made else jnp.zeros_like(zero)
             for number, zero in zip(kind.floating_x, part.under_way["dx"], strict=True)
         ]
 
-    def _totals(self, part: State, stand: Stand) -> list[jax.Array]:
-        return [getattr(part, field)[key] for field, key in self._sums(stand)]
+    def _current_sums(self, part: State, stand: Stand) -> list[jax.Array]:
+        return [getattr(part, field)[key] for field, key in self._sum_entries(stand)]
 
-    def _summed(self, part: State, stand: Stand, gradients: Gradients) -> State:
+    def _with_new_sums(self, part: State, stand: Stand, gradients: Gradients) -> State:
         """The part of the state with the new sums, which ``gradients`` holds in place of parameters' gradients."""
-        kind = self._split(stand)
+        kind = self._kind(stand)
         return part.put(
             own={(stand.local, leaf): total for leaf, total in zip(kind.own, gradients.own, strict=True)},
             shared=dict(zip(kind.shared, gradients.shared, strict=True)),
@@ -260,26 +268,28 @@ class Works:
     def _pair(
         self, part: State, row: Row, ahead: Stand, back: Stand, forward_params: Tree, backward_params: Tree
     ) -> State:
-        first, second = self._split(ahead), self._split(back)
+        first, second = self._kind(ahead), self._kind(back)
         seen = self._x(part, row, ahead, "F"), self._at(row, "F")
-        saved, dy = self._seen(part, row, back, "B"), self._dy(part, row, back)
-        slots = self._slots(part, row, ahead.kind, back.kind)
-        sums = self._totals(part, back)
-        (made, aside, *_), gradients, pools = first.beside(
-            second, (forward_params, seen), (backward_params, saved, dy), slots, sums, self.around.links
+        saved, dy = self._backward_inputs(part, row, back, "B"), self._dy(part, row, back)
+        slots = self._pools_of_pair(part, row, ahead.kind, back.kind)
+        sums = self._current_sums(part, back)
+        (made, aux, *_), gradients, pools = first.run_pair(
+            second, (forward_params, seen), (backward_params, saved, dy), slots, sums, self.constants.links
         )
         # The barrier makes all reads of these pools come before the next writes: else the pools are copied.
         inputs = pin({name: part.pools[name] for name in ("x", "dy") if name in part.pools})
         gradients, inputs = lax.optimization_barrier((gradients, inputs))
-        part = self._summed(part.put(pools=pin(inputs) | self._replaced(part, pools)), back, gradients)
-        return self._hand_back(self._hand_over(part, row, ahead, made, aside), row, back, gradients)
+        part = self._with_new_sums(part.put(pools=pin(inputs) | self._replaced(part, pools)), back, gradients)
+        return self._finish_backward(self._finish_forward(part, row, ahead, made, aux), row, back, gradients)
 
-    def _slots(self, part: State, row: Row, ahead: int, back: int) -> dict[tuple[str, int], Pool]:
+    def _pools_of_pair(self, part: State, row: Row, ahead: int, back: int) -> dict[tuple[str, int], Pool]:
         """The pools that the forward writes or the backward reads, by name and position."""
         pools: dict[tuple[str, int], Pool] = {}
         for kind, letter in ((ahead, "F"), (back, "G")):
             places = [
-                place for pool in ("residual_i", "residual_w") for place in self.layout.places[kind][pool]
+                place
+                for pool in ("residual_i", "residual_w")
+                for place in self.pool_layout.places[kind][pool]
             ]
             for number, (name, i) in enumerate(places):
                 pool = pools.get((name, i)) or Pool(part.pools[name][i], pin=pin)
@@ -297,23 +307,23 @@ class Works:
             changed[name][i] = pool
         return changed
 
-    def _sums(self, stand: Stand) -> list[Entry]:
-        kind = self._split(stand)
+    def _sum_entries(self, stand: Stand) -> list[Entry]:
+        kind = self._kind(stand)
         own = [Entry("own", (stand.local, leaf)) for leaf in kind.own]
         return [*own, *(Entry("shared", leaf) for leaf in kind.shared)]
 
     # ------------------------------------------------------------ small helpers
 
-    def _split(self, stand: Stand) -> Kind:
+    def _kind(self, stand: Stand) -> Kind:
         kind = self.kinds[stand.kind]
         assert isinstance(kind, Kind)
         return kind
 
     def _at(self, row: Row, letter: str) -> At:
-        around, stage, microbatch = self.around, row[f"{letter}_stage"], row[f"{letter}_microbatch"]
-        key = key_at(around.key, stage, microbatch, around.part)
+        constants, stage, microbatch = self.constants, row[f"{letter}_stage"], row[f"{letter}_microbatch"]
+        key = key_at(constants.key, stage, microbatch, constants.part)
         return At(
-            batch=read_slot(around.batch, microbatch),
+            batch=read_slot(constants.batch, microbatch),
             stage=stage,
             microbatch=microbatch,
             key=None if key is None else jax.random.key_data(key),
@@ -322,40 +332,47 @@ class Works:
     def _x(self, part: State, row: Row, stand: Stand, letter: str) -> Tree:
         return None if stand.kind == self._first else read_slot(part.pools["x"], row[f"{letter}_x"])
 
-    def _seen(self, part: State, row: Row, stand: Stand, op: str) -> tuple[Tree, At]:
+    def _backward_inputs(self, part: State, row: Row, stand: Stand, op: str) -> tuple[Tree, At]:
         """The stage's input as the forward saw it, (x, at); x is None if it is not read any more."""
         x = self._x(part, row, stand, "G") if self._reads_x(op, stand) else None
         return x, self._at(row, "G")
 
     def _reads_x(self, op: str, stand: Stand) -> bool:
-        keep = self._split(stand).keep_input
+        keep = self._kind(stand).keep_input
         return keep == "W" or (keep == "I" and op != "W")
 
     def _seed(self, name: str, row: Row, letter: str) -> jax.Array:
-        return lax.dynamic_index_in_dim(self.around.seeds[name], row[f"{letter}_microbatch"], keepdims=False)
+        return lax.dynamic_index_in_dim(
+            self.constants.seeds[name], row[f"{letter}_microbatch"], keepdims=False
+        )
 
     def _dy(self, part: State, row: Row, stand: Stand) -> list[Any]:
         """The cotangents of the output x, over its floating leaves, then of the losses in the order of their names."""
         above = [] if stand.kind == self._last else read_slot(part.pools["dy"], row["G_dy"])
         return [*above, *(self._seed(name, row, "G") for name in sorted(self.kinds[stand.kind].losses))]
 
-    def _take(self, part: State, row: Row, kind: int, pool: str) -> list[Any]:
+    def _read_pools(self, part: State, row: Row, kind: int, pool: str) -> list[Any]:
         return [
-            read_slot(part.pools[name][i], row[f"G_{name}"]) for name, i in self.layout.places[kind][pool]
+            read_slot(part.pools[name][i], row[f"G_{name}"])
+            for name, i in self.pool_layout.places[kind][pool]
         ]
 
-    def _kept(self, part: State, row: Row, kind: int) -> tuple[list[Any], list[Any]]:
-        return self._take(part, row, kind, "residual_i"), self._take(part, row, kind, "residual_w")
+    def _residuals(self, part: State, row: Row, kind: int) -> tuple[list[Any], list[Any]]:
+        return self._read_pools(part, row, kind, "residual_i"), self._read_pools(
+            part, row, kind, "residual_w"
+        )
 
-    def _put(self, part: State, row: Row, letter: str, kind: int, made: Mapping[str, list[Any]]) -> State:
-        pools = {name: list(part.pools[name]) for name in self.layout.groups(kind, *made)}
+    def _write_pools(
+        self, part: State, row: Row, letter: str, kind: int, made: Mapping[str, list[Any]]
+    ) -> State:
+        pools = {name: list(part.pools[name]) for name in self.pool_layout.groups(kind, *made)}
         for pool, values in made.items():
-            for (name, i), value in zip(self.layout.places[kind][pool], values, strict=True):
+            for (name, i), value in zip(self.pool_layout.places[kind][pool], values, strict=True):
                 pools[name][i] = write_slot(pools[name][i], row[f"{letter}_{name}"], value)
         return part.put(pools=pools)
 
-    def _pools(self, kind: int, *kept: str) -> list[Entry]:
-        return [Entry("pools", name) for name in self.layout.groups(kind, *kept)]
+    def _pool_entries(self, kind: int, *saved: str) -> list[Entry]:
+        return [Entry("pools", name) for name in self.pool_layout.groups(kind, *saved)]
 
 
 def _writing(slot: jax.Array) -> Callable[[jax.Array, jax.Array], jax.Array]:

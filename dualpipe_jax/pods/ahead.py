@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from dualpipe_jax.engine.stages import homes
+from dualpipe_jax.engine.stages import stage_ownership
 from dualpipe_jax.pods.kept import Kept
 from dualpipe_jax.pods.program import Blueprint, Tree
 from dualpipe_jax.schedule import MemoryModel
@@ -83,7 +83,7 @@ def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
       batch: such as tokens and targets; sums of figures.
     """
     state, params, used = blueprint.state, blueprint.params, blueprint.used
-    borrowed = homes(blueprint.schedule.placement).borrowed
+    borrowed = stage_ownership(blueprint.schedule.placement).borrowed
     kinds = {
         "stages": nbytes(params["stages"]),
         "shared": nbytes(params["shared"]),

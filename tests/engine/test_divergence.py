@@ -14,7 +14,7 @@ from dualpipe_jax import engine, inspect, make_mesh
 from dualpipe_jax.contract import staged
 from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.engine import tick as ticks
-from dualpipe_jax.engine.guard import run_together, usual_divergence
+from dualpipe_jax.engine.guard import run_in_lockstep, usual_divergence
 from dualpipe_jax.inspect.collectives import collectives
 from dualpipe_jax.parallel.p2p import BESIDE_OTHERS
 from dualpipe_jax.schedule import CostModel, dualpipe, lower, one_f_one_b, zb_v
@@ -161,9 +161,9 @@ def test_in_lockstep_all_ranks_go_one_way(make, monkeypatch):
 
     def spy(anywhere, wanted, *rest):
         seen.append((varying_axes(anywhere), varying_axes(wanted)))
-        return run_together(anywhere, wanted, *rest)
+        return run_in_lockstep(anywhere, wanted, *rest)
 
-    monkeypatch.setattr(ticks, "run_together", spy)
+    monkeypatch.setattr(ticks, "run_in_lockstep", spy)
     lowered_step.__wrapped__(make, "none", check_vma=True)
     assert len(seen) >= 4 and all(alike == frozenset() and "pp" in own for alike, own in seen)
 

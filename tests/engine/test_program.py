@@ -171,7 +171,7 @@ def test_memory_is_what_the_pools_and_sums_need(make):
 def test_no_two_buffers_to_send_from_look_alike():
     """XLA for TPU makes one of two that do, and copies it at every tick: read from its program of a pair."""
     leaf, other = (jax.ShapeDtypeStruct((SIZE, WIDTH), dtype) for dtype in (jnp.float32, jnp.int32))
-    made = jax.make_jaxpr(lambda: tick.fresh({"a": leaf, "b": leaf, "c": other}, ("y", "dx")))()
+    made = jax.make_jaxpr(lambda: tick.empty_payloads({"a": leaf, "b": leaf, "c": other}, ("y", "dx")))()
     empty = [e.outvars[0].aval for e in made.eqns if e.primitive.name == "empty"]
     assert len(empty) == 5 == len({(aval.shape, aval.dtype) for aval in empty})
     assert [aval.shape for aval in made.out_avals] == [(SIZE, WIDTH)] * 5

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import models
 from dualpipe_jax.balance import Placement
 from dualpipe_jax.engine import PlacedStages
-from dualpipe_jax.engine.stages import homes, owned_stages, to_placed
+from dualpipe_jax.engine.stages import owned_stages, stage_ownership, to_placed
 from dualpipe_jax.parallel import DP, PP, move_experts, plan_moves
 from dualpipe_jax.parallel.placement import Moves
 from models.placement import TABLES, expert_axis, map_experts
@@ -117,7 +117,7 @@ class PlacedLayout(Layout):
         here = jax.device_get(jax.jit(lambda tables: tables, out_shardings=everywhere)(held))
         rows = self.model.layout.rows
         experts = np.zeros((self.num_layers, self.num_devices, self.num_slots), int)
-        for stages, tables in zip(homes(self.schedule.placement).owned, here, strict=True):
+        for stages, tables in zip(stage_ownership(self.schedule.placement).owned, here, strict=True):
             filled = rows[stages] >= 0
             experts[rows[stages][filled]] = tables[filled]
         return Placement(experts, self.num_experts)

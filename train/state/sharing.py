@@ -14,7 +14,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dualpipe_jax.engine import PlacedStages
-from dualpipe_jax.engine.storage import axes_of, entries
+from dualpipe_jax.engine.storage import axes_by_dim, axes_of
 from dualpipe_jax.parallel import PP
 
 Tree = Any
@@ -34,7 +34,7 @@ def share_out(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     expensive as a gather. Vectors stay whole, because their memory is not worth collectives of their own; so do arrays
     without such a dim.
     """
-    mesh, spec = leaf.sharding.mesh, entries(leaf.sharding.spec, leaf.ndim)
+    mesh, spec = leaf.sharding.mesh, axes_by_dim(leaf.sharding.spec, leaf.ndim)
     here = list(leaf.sharding.shard_shape(leaf.shape))
     if sum(length > 1 for length in here) < 2:
         return leaf

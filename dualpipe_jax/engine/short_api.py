@@ -17,8 +17,8 @@ from dualpipe_jax.engine.reference import num_stages_of, reference_loss
 from dualpipe_jax.schedule import Schedule
 
 Step = Callable[[Tree, Tree, Tree], tuple[Any, Tree]]
-PARTS = ("embed", "stages", "head")
-_OF_LEAVES = "param_specs", "storage_specs", "compute_dtype", "frozen"
+PIPELINE_MODEL_KEYS = ("embed", "stages", "head")
+_OPTIONS_BY_LEAF = "param_specs", "storage_specs", "compute_dtype", "frozen"
 
 
 @typechecked
@@ -61,7 +61,7 @@ def pipeline_value_and_grad(
 
     Raises ValueError, with all that is wrong at once, for a mesh or arguments that do not fit.
     """
-    return _step(_pipeline(model, schedule, mesh, has_aux, options).value_and_grad, has_aux)
+    return _step(_make_pipeline(model, schedule, mesh, has_aux, options).value_and_grad, has_aux)
 
 
 @typechecked
@@ -88,11 +88,11 @@ def pipeline_apply(
     >>> float(loss), outputs.tolist()
     (1.0, [[2.0, 2.0, 2.0, 2.0], [2.0, 2.0, 2.0, 2.0]])
     """
-    pipeline = _pipeline(model, schedule, mesh, has_aux, options)
+    pipeline = _make_pipeline(model, schedule, mesh, has_aux, options)
 
     def apply(params: Tree, inputs: Tree, targets: Tree) -> tuple[Any, Tree]:
         objective, report, outputs = pipeline.apply(
-            _ours(params), _batch(inputs, targets), outputs="everywhere"
+            _engine_params(params), _engine_batch(inputs, targets), outputs="everywhere"
         )
         return _result(objective, report, has_aux), outputs
 
@@ -123,7 +123,7 @@ def pipeline_loss(
     >>> grads["stages"].tolist(), grads["head"].tolist()
     ([6.0], 4.0)
     """
-    return _loss(_pipeline(model, schedule, mesh, has_aux, options).loss, has_aux)
+    return _loss(_make_pipeline(model, schedule, mesh, has_aux, options).loss, has_aux)
 
 
 @typechecked
@@ -161,19 +161,22 @@ def sequential_value_and_grad(model: PipelineModel, *, has_aux: bool = False) ->
     return jax.value_and_grad(sequential_loss(model, has_aux=has_aux), has_aux=has_aux, allow_int=True)
 
 
-def _pipeline(
+def _make_pipeline(
     model: PipelineModel, schedule: Schedule, mesh: Mesh, has_aux: bool, options: Mapping[str, Any]
 ) -> Pipeline:
     stages = schedule.placement.num_model_stages
-    ours = {name: _of_parts(name, given) if name in _OF_LEAVES else given for name, given in options.items()}
+    ours = {
+        name: _engine_option(name, given) if name in _OPTIONS_BY_LEAF else given
+        for name, given in options.items()
+    }
     return Pipeline(staged(PipelineModel(*model), stages, has_aux=has_aux), schedule, mesh, **ours)
 
 
-def _of_parts(name: str, given: Tree) -> Tree:
-    """An option with an entry for each leaf, from the keys of ``PARTS`` to the engine's: "stages" and "shared"."""
+def _engine_option(name: str, given: Tree) -> Tree:
+    """An option with an entry for each leaf, from ``PIPELINE_MODEL_KEYS`` to the engine's: "stages" and "shared"."""
     if given is None or (name == "compute_dtype" and not isinstance(given, dict)):
         return given
-    checks.check_keys(name, given, PARTS)
+    checks.check_prefix_keys(name, given, PIPELINE_MODEL_KEYS)
     ends = {part: given[part] for part in ("embed", "head") if part in given}
     stages = {"stages": given["stages"]} if "stages" in given else {}
     return stages | ({"shared": {"embed": None, "head": None} | ends} if ends else {})
@@ -181,7 +184,7 @@ def _of_parts(name: str, given: Tree) -> Tree:
 
 def _step(function: Callable[..., Any], has_aux: bool) -> Step:
     def step(params: Tree, inputs: Tree, targets: Tree) -> tuple[Any, Tree]:
-        (objective, report), grads = function(_ours(params), _batch(inputs, targets))
+        (objective, report), grads = function(_engine_params(params), _engine_batch(inputs, targets))
         others = {part: tree for part, tree in grads.items() if part != "shared"}
         return _result(objective, report, has_aux), grads["shared"] | others
 
@@ -190,7 +193,7 @@ def _step(function: Callable[..., Any], has_aux: bool) -> Step:
 
 def _loss(function: Callable[..., Any], has_aux: bool) -> Callable[[Tree, Tree, Tree], Any]:
     def loss(params: Tree, inputs: Tree, targets: Tree) -> Any:
-        objective, report = function(_ours(params), _batch(inputs, targets))
+        objective, report = function(_engine_params(params), _engine_batch(inputs, targets))
         return _result(objective, report, has_aux)
 
     return loss
@@ -200,10 +203,10 @@ def _result(objective: jax.Array, report: Any, has_aux: bool) -> Any:
     return (objective, report.metrics.get("aux")) if has_aux else objective
 
 
-def _ours(params: Tree) -> Tree:
-    checks.check_parts(params, PARTS)
+def _engine_params(params: Tree) -> Tree:
+    checks.check_param_keys(params, PIPELINE_MODEL_KEYS)
     return {"stages": params["stages"], "shared": {part: params[part] for part in ("embed", "head")}}
 
 
-def _batch(inputs: Tree, targets: Tree) -> Tree:
+def _engine_batch(inputs: Tree, targets: Tree) -> Tree:
     return {"inputs": inputs, "targets": targets}
