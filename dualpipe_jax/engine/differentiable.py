@@ -24,8 +24,8 @@ def differentiable(
     Arguments:
       forward_only: ``(params, batch, key) -> (objective, report, _)``.
       step: ``(params, batch, key) -> ((objective, report), gradients)``.
-      gradients_by_report: ``(params, batch, key, cotangents) -> gradients``, the gradients of <cotangents, report>, the
-        inner product; cotangents are a ``Report``, with None for those that are zero.
+      gradients_by_report: ``(params, batch, key, cotangents) -> gradients``, the gradients of <cotangents,
+        report>, the inner product; cotangents are a ``Report``, with None for those that are zero.
       input_grads: whether gradients have an entry "batch".
     """
 

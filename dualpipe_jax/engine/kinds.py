@@ -244,7 +244,7 @@ class Kind(ForwardKind):
     ) -> tuple[tuple[Any, Tree, list[Any], list[Any]], "Gradients", dict[tuple[str, int], Any]]:
         """A forward of this kind and a full backward of the other, each hiding the other's communication.
 
-        See ``pair.interleave``; ``made`` and ``used`` of a pool are numbers of residuals. Returns what
+        See ``pair.interleave``; ``output`` and ``argument`` of a pool are numbers of residuals. Returns what
         ``forward`` does (with pools in place of residuals), the gradients, in which those of parameters are
         the new ``sums``, and the pools that were written.
         """
@@ -261,7 +261,9 @@ class Kind(ForwardKind):
             theirs.programs.backward,
             [*backward_arguments, *input_sums],
             pools=[
-                dataclasses.replace(pool, made=num_outputs + pool.made, used=len(given) + pool.used)
+                dataclasses.replace(
+                    pool, output=num_outputs + pool.output, argument=len(given) + pool.argument
+                )
                 for pool in pools.values()
             ],
             finish=other._sum_adders(sums),
@@ -269,7 +271,9 @@ class Kind(ForwardKind):
             links=links,
         )
         written = {
-            place: outputs[num_outputs + pool.made] for place, pool in pools.items() if pool.write is not None
+            place: outputs[num_outputs + pool.output]
+            for place, pool in pools.items()
+            if pool.write is not None
         }
         return mine.forward_results(outputs), other._gradients(*theirs.backward_results(made)), written
 

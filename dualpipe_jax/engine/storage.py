@@ -92,7 +92,7 @@ def _is_leaf(node: Any) -> bool:
 
 
 def leaf_shardings(shardings: Tree) -> list[LeafSharding]:
-    """The shardings of all leaves, in the order of the tree that it describes."""
+    """The shardings of all leaves, in the order of the tree that they describe."""
     return jax.tree.leaves(shardings, is_leaf=_is_leaf)
 
 

@@ -295,10 +295,10 @@ class TaskBuilder:
                 pool = pools.get((name, i)) or Pool(part.pools[name][i], pin=pin)
                 at = row[f"{letter}_{name}"]
                 if letter == "F":
-                    pools[name, i] = dataclasses.replace(pool, write=_writing(at), made=number)
+                    pools[name, i] = dataclasses.replace(pool, write=_writing(at), output=number)
                 else:
                     read = functools.partial(read_slot, slot=at)
-                    pools[name, i] = dataclasses.replace(pool, read=read, used=number)
+                    pools[name, i] = dataclasses.replace(pool, read=read, argument=number)
         return pools
 
     def _replaced(self, part: State, pools: Mapping[tuple[str, int], Any]) -> dict[str, list[Any]]:

@@ -18,17 +18,17 @@ from typing import Any
 from jax import Array, lax
 
 from dualpipe_jax.pair.phases import (
-    Act,
+    ExtraWork,
     Phase,
     Work,
-    apart,
-    arranged,
     estimate,
     is_lazy,
     lazy_before,
     make_tasks,
+    mix_evenly,
+    order_collectives,
     plan,
-    take_turns,
+    split_independent,
     turns,
 )
 from dualpipe_jax.split.graph import Atom, Equation, Program, Value, values
@@ -36,7 +36,7 @@ from dualpipe_jax.split.run import evaluate, run, values_of
 from dualpipe_jax.split.slices import renamed, substitute, swap
 
 
-def _as_it_is(array: Array) -> Array:
+def _identity(array: Array) -> Array:
     return array
 
 
@@ -48,17 +48,17 @@ class Pool:
       array: [slots, ...], or any form that ``read`` and ``write`` understand.
       read: ``read(array) -> value``, the value in the slot; None if the second program reads nothing here.
       write: ``write(array, value) -> array``, the new pool; None if the first program writes nothing here.
-      used: the number of the second program's argument that is read from the slot.
-      made: the number of the first program's output that is written to the slot.
+      argument: the number of the second program's argument that is read from the slot.
+      output: the number of the first program's output that is written to the slot.
       pin: a function that keeps a property of the pool, such as its layout, each time the pool is handed on.
     """
 
     array: Array
     read: Callable[[Array], Array] | None = None
     write: Callable[[Array, Array], Array] | None = None
-    used: int = -1
-    made: int = -1
-    pin: Callable[[Array], Array] = _as_it_is
+    argument: int = -1
+    output: int = -1
+    pin: Callable[[Array], Array] = _identity
 
 
 def interleave(
@@ -77,9 +77,9 @@ def interleave(
 
     Collectives alternate, beginning with ``second``'s, and are spread evenly where one program has more; the
     hops of one dispatch count as one (see ``phases.turns``). Collectives that do not depend on others, nor
-    others on them, are put where all collectives then have most work to overlap with (see ``phases.apart``
-    and ``phases.arranged``). Collectives inside scans and conds are not seen: a scanned layer overlaps with
-    nothing. ``side_by_side`` does the same for plain functions.
+    others on them, are put where all collectives then have most work to overlap with (see
+    ``phases.split_independent`` and ``phases.order_collectives``). Collectives inside scans and conds are not
+    seen: a scanned layer overlaps with nothing. ``side_by_side`` does the same for plain functions.
 
     >>> import jax.numpy as jnp
     >>> from dualpipe_jax.pair import interleave
@@ -105,25 +105,27 @@ def interleave(
     """
     first, second = renamed(first), renamed(second)  # they may share values, as the backward recomputes some
     if passed:
-        first = _given(first, {first.inputs[i]: second.outputs[k] for i, k in passed.items()})
+        first = _with_atoms(first, {first.inputs[i]: second.outputs[k] for i, k in passed.items()})
     pair = _Pair(first, first_arguments, second, second_arguments, pools, finish or {})
     tasks = make_tasks(pair.works, links)
     there = zip((first, second), fixed, strict=True)
     given = {program.inputs[number] for program, numbers in there for number in numbers}
-    free, chained = apart(tasks, [task for task in tasks if task.communicates])
+    free, chained = split_independent(tasks, [task for task in tasks if task.communicates])
     ours = set(first.equations)
-    of_first, of_second = ([task for task in chained if (task.own in ours) == mine] for mine in (True, False))
-    mixed = take_turns(turns(tasks, of_first), turns(tasks, of_second))
-    phases = plan(tasks, arranged(tasks, mixed, free, pair.costs), pair.costs)
+    of_first, of_second = (
+        [task for task in chained if (task.main in ours) == mine] for mine in (True, False)
+    )
+    mixed = mix_evenly(turns(tasks, of_first), turns(tasks, of_second))
+    phases = plan(tasks, order_collectives(tasks, mixed, free, pair.costs), pair.costs)
     for phase, following in zip(phases, [*phases[1:], None], strict=True):
         pair.do(phase.collective.nodes if phase.collective else ())
-        for task in phase.beside:
+        for task in phase.overlapped:
             pair.do(task.nodes)
         if following is not None:
-            pair.tie(phase, following, given)
+            pair.end_phase(phase, following, given)
         for task in phase.after:
             pair.do(task.nodes)
-    return pair.rest()
+    return pair.finish()
 
 
 def by_itself(
@@ -142,7 +144,7 @@ def by_itself(
     """
     if not any(isinstance(node, Equation) and node.communicates for node in program.equations):
         made = evaluate(program, arguments)
-        return [(finish or {}).get(number, _as_it_is)(array) for number, array in enumerate(made)]
+        return [(finish or {}).get(number, _identity)(array) for number, array in enumerate(made)]
     nothing = Program((), (), ())
     return interleave(nothing, [], program, arguments, finish=finish, fixed=((), fixed), links=links)[1]
 
@@ -166,8 +168,8 @@ class _Pair:
         self.pins: dict[Value, Callable[[Array], Array]] = {}
         self.costs: dict[Work, float] = estimate(first) | estimate(second)
         self.ran: set[Work] = set()
-        self.fresh: dict[Value, None] = {}  # values made since the last tie
-        reads, self.writes = list[Act](), list[Act]()
+        self.fresh: dict[Value, None] = {}  # values made since the last phase ended
+        reads, self.writes = list[ExtraWork](), list[ExtraWork]()
         read_in_place = _read_in_place(second)
         for pool in pools:
             self._add_pool(pool, first, second, read_in_place, reads)
@@ -175,35 +177,35 @@ class _Pair:
         for number, what in finish.items():
             output, done = second.outputs[number], Value((), None)
             # Eager, since the matmul before it can then add to the sum itself.
-            added = Act((output,), (done,), _listed(what), is_eager=True)
+            added = ExtraWork((output,), (done,), _as_list(what), is_eager=True)
             finishes.append(added)
             self.outputs[1][number] = done
         self.works: list[Work] = [*reads, *second.equations, *first.equations, *finishes, *self.writes]
         self.costs |= {act: act.cost for act in (*reads, *finishes, *self.writes)}
 
     def _add_pool(
-        self, pool: Pool, first: Program, second: Program, in_place: Collection[Value], reads: list[Act]
+        self, pool: Pool, first: Program, second: Program, in_place: Collection[Value], reads: list[ExtraWork]
     ) -> None:
         """Add the acts that read a slot of a pool and that write one."""
         old, new = (Value(pool.array.shape, pool.array.dtype) for _ in range(2))
-        before, after = old, list[Act]()  # the pool to write to, and the reads that must come first
+        before, after = old, list[ExtraWork]()  # the pool to write to, and the reads that must come first
         self.known[old] = pool.array
         if pool.read is not None:
-            value = second.inputs[pool.used]
+            value = second.inputs[pool.argument]
             del self.known[value]
             if value in in_place:
-                reads.append(Act((old,), (value,), _listed(pool.read), is_lazy=True))
+                reads.append(ExtraWork((old,), (value,), _as_list(pool.read), is_lazy=True))
                 after = reads[-1:]
             else:
                 before = old.like()
-                reads.append(Act((old,), (value, before), _taken_out(pool), cost=2.0 * value.nbytes))
+                reads.append(ExtraWork((old,), (value, before), _copied_out(pool), cost=2.0 * value.nbytes))
         if pool.write is not None:
-            output = first.outputs[pool.made]
+            output = first.outputs[pool.output]
             cost = 2.0 * (output if isinstance(output, Value) else output.kind).nbytes
             self.writes.append(
-                Act((before, output), (new,), _listed(pool.write), cost=cost, after=tuple(after))
+                ExtraWork((before, output), (new,), _as_list(pool.write), cost=cost, after=tuple(after))
             )
-            self.outputs[0][pool.made] = new
+            self.outputs[0][pool.output] = new
         self.pins |= dict.fromkeys((old, before, new), pool.pin)
 
     def do(self, works: Iterable[Work]) -> None:
@@ -214,23 +216,23 @@ class _Pair:
             self.ran.add(work)
             if not is_lazy(work):
                 self.fresh.update(dict.fromkeys(work.outputs))
-            if isinstance(work, Act):
+            if isinstance(work, ExtraWork):
                 arrays = work.run(*values_of(self.known, work.inputs))
                 self.known.update(zip(work.outputs, arrays, strict=True))
             else:
                 run([work], self.known)
                 if isinstance(work, Equation) and work.name == "concatenate":
-                    self._keep_for_all(work)
+                    self._hold_shared(work)
 
-    def _keep_for_all(self, work: Equation) -> None:
+    def _hold_shared(self, work: Equation) -> None:
         """Hold a concatenation that has several readers in a barrier.
 
         Otherwise XLA fuses it into the product of one reader, and computes it again for the others.
         """
         left = [values(other.inputs) for other in self.works if other not in self.ran]
-        self._hold([made for made in work.outputs if sum(made in read for read in left) > 1])
+        self._hold_in_barrier([made for made in work.outputs if sum(made in read for read in left) > 1])
 
-    def tie(self, phase: Phase, following: Phase, fixed: Collection[Value]) -> None:
+    def end_phase(self, phase: Phase, following: Phase, fixed: Collection[Value]) -> None:
         """End a phase with a barrier over the values that it made and those that the next phase needs first.
 
         So the work of the next phase is held back too: it could start sooner, but would then run in a phase
@@ -238,74 +240,74 @@ class _Pair:
         """
         if following.collective is not None and not phase.after:
             self.do(following.collective.nodes[:-1])
-        reach = self._within_reach()
+        ready = self._ready_lazy_work()
         for value in list(self.fresh):
-            if self._condense(value, reach):
-                reach = self._within_reach()
-        tasks = [*filter(None, [following.collective]), *following.beside]
-        needed = [v for task in tasks for v in (*values(task.own.inputs), *task.reads)]
-        held, wanted = dict.fromkeys([*self.fresh, *needed]), self._wanted()
-        self._hold([v for v in held if v in wanted and v in self.known and v not in fixed])
+            if self._reduce_early(value, ready):
+                ready = self._ready_lazy_work()
+        tasks = [*filter(None, [following.collective]), *following.overlapped]
+        needed = [v for task in tasks for v in (*values(task.main.inputs), *task.reads)]
+        held, wanted = dict.fromkeys([*self.fresh, *needed]), self._values_wanted()
+        self._hold_in_barrier([v for v in held if v in wanted and v in self.known and v not in fixed])
         self.fresh.clear()
 
-    def _condense(self, value: Value, reach: Sequence[Work]) -> bool:
+    def _reduce_early(self, value: Value, ready: Sequence[Work]) -> bool:
         """Do the lazy work on a new value (reduce it, cast it, add it to its sum) if fewer bytes are then left to hold.
 
         Returns whether it was done.
         """
-        chain = _following(value, reach)
+        chain = _dependents(value, ready)
         if not chain:
             return False
-        makers = {v: work for work in reach for v in work.outputs}
+        makers = {v: work for work in ready for v in work.outputs}
         needed = {work for end in chain for work in (*lazy_before(end, makers), end)}
-        wanted = self._wanted(but=needed)
+        wanted = self._values_wanted(but=needed)
         left = [v for v in (value, *(v for work in chain for v in work.outputs)) if v in wanted]
         read = dict.fromkeys(v for work in needed for v in values(work.inputs))
         before = [value, *(v for v in read if v in self.given and v not in wanted)]
         if value in left or sum(v.nbytes for v in left) >= sum(v.nbytes for v in before):
             return False
-        self.do(work for work in reach if work in needed)
+        self.do(work for work in ready if work in needed)
         self.fresh.update(dict.fromkeys(left))
         return True
 
-    def _within_reach(self) -> list[Work]:
+    def _ready_lazy_work(self) -> list[Work]:
         """The lazy work that could be done now, in order."""
-        there, reach = set(self.known), list[Work]()
+        there, ready = set(self.known), list[Work]()
         for work in self.works:
             if work not in self.ran and is_lazy(work) and there.issuperset(values(work.inputs)):
-                reach.append(work)
+                ready.append(work)
                 there.update(work.outputs)
-        return reach
+        return ready
 
-    def _hold(self, held: Sequence[Value]) -> None:
+    def _hold_in_barrier(self, held: Sequence[Value]) -> None:
         arrays = lax.optimization_barrier([self.known[value] for value in held])
         for value, array in zip(held, arrays, strict=True):
-            self.known[value] = self.pins.get(value, _as_it_is)(array)
+            self.known[value] = self.pins.get(value, _identity)(array)
 
-    def _wanted(self, but: Collection[Work] = ()) -> set[Value]:
+    def _values_wanted(self, but: Collection[Work] = ()) -> set[Value]:
         done = self.ran.union(but)
         wanted = {value for work in self.works if work not in done for value in values(work.inputs)}
         return wanted | {value for outputs in self.outputs for value in values(outputs)}
 
-    def rest(self) -> tuple[list[Any], list[Any]]:
+    def finish(self) -> tuple[list[Any], list[Any]]:
         """All outputs, after the work that is still to be done for them."""
         self.do(work for work in self.works if work not in self.writes)
         # The last writes wait for all reads of the same pools: else the pools are copied.
         pools = [write.inputs[0] for write in self.writes if write not in self.ran]
         seconds = [v for v in values(self.outputs[1]) if v in self.known]
-        self._hold(values(dict.fromkeys([*seconds, *pools])))
+        self._hold_in_barrier(values(dict.fromkeys([*seconds, *pools])))
         self.do(self.writes)
         return values_of(self.known, self.outputs[0]), values_of(self.known, self.outputs[1])
 
 
-def _given(program: Program, atoms: Mapping[Value, Atom]) -> Program:
+def _with_atoms(program: Program, atoms: Mapping[Value, Atom]) -> Program:
     """The program with another program's atoms in place of some of its inputs."""
     equations = substitute(program.equations, dict(atoms))
     outputs = tuple(swap(atom, atoms) for atom in program.outputs)
     return dataclasses.replace(program, equations=equations, outputs=outputs)
 
 
-def _following(value: Value, works: Iterable[Work]) -> list[Work]:
+def _dependents(value: Value, works: Iterable[Work]) -> list[Work]:
     """The works, in order, that depend on the value."""
     follows, found = {value}, list[Work]()
     for work in works:
@@ -315,12 +317,12 @@ def _following(value: Value, works: Iterable[Work]) -> list[Work]:
     return found
 
 
-def _listed(function: Callable[..., Any]) -> Callable[..., list[Any]]:
-    """The function in the form of ``Act.run``: it returns a list of one array."""
+def _as_list(function: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """The function in the form of ``ExtraWork.run``: it returns a list of one array."""
     return lambda *arrays: [function(*arrays)]
 
 
-def _taken_out(pool: Pool) -> Callable[[Array], list[Array]]:
+def _copied_out(pool: Pool) -> Callable[[Array], list[Array]]:
     """A function that reads a slot, and returns its value and the pool, both from one barrier.
 
     The value is then copied out of the pool, and the slot may be written.
@@ -340,5 +342,5 @@ def _read_in_place(program: Program) -> set[Value]:
     users: dict[Value, list[Work]] = {value: [] for value in program.inputs}
     for task in make_tasks(program.equations):
         for value in users.keys() & set(task.reads):
-            users[value].append(task.own)
+            users[value].append(task.main)
     return {value for value, by in users.items() if {getattr(w, "name", "") for w in by} == {"dot_general"}}

@@ -30,17 +30,17 @@ FLOPS_A_BYTE = 450
 460 on v5p, 440 to 560 on v5e (libtpu 0.0.42.1). Published figures are 166 for v5p, 240 for v5e and 295 for an
 H100. Only the shares of work depend on it."""
 
-_PASSED_ON = frozenset(
+_ALIASING = frozenset(
     {"name", "split", "stack", "reshape", "squeeze", "expand_dims", "stop_gradient", "pvary", "pcast"}
 )
 """Primitives whose output shares the memory of their input."""
 
-_PICKING = frozenset({"gather", "dynamic_slice"})
+_PARTIAL_READS = frozenset({"gather", "dynamic_slice"})
 """Primitives that read only a part of their input."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Act:
+class ExtraWork:
     """Work that is no equation of a program, such as writing a slot.
 
     Attributes:
@@ -57,10 +57,10 @@ class Act:
     is_lazy: bool = False
     is_eager: bool = False
     cost: float = 0.0
-    after: tuple["Act", ...] = ()
+    after: tuple["ExtraWork", ...] = ()
 
 
-Work = Node | Act
+Work = Node | ExtraWork
 Item = TypeVar("Item")
 
 
@@ -73,31 +73,31 @@ class Task:
         not run again.
       reads: the values that it reads from other tasks or from the program's inputs.
       tasks: the tasks that must be done before; for a collective among them, its phase must have ended.
-      earlier: the tasks whose phases must have ended.
+      phases_before: the tasks whose phases must have ended.
       first, last: the first and the last phase in which it can be done; both a collective's own phase.
-      slow: the time of a collective's bytes, in multiples of their time over the quickest links.
+      slowdown: the time of a collective's bytes, in multiples of their time over the quickest links.
     """
 
     nodes: list[Work]
     reads: list[Value]
     tasks: set["Task"]
-    earlier: set["Task"]
+    phases_before: set["Task"]
     first: int = 0
     last: int = 0
-    slow: float = 1.0
+    slowdown: float = 1.0
 
     @property
-    def own(self) -> Work:
+    def main(self) -> Work:
         return self.nodes[-1]
 
     @property
     def communicates(self) -> bool:
-        return isinstance(self.own, Equation) and self.own.communicates
+        return isinstance(self.main, Equation) and self.main.communicates
 
     @property
     def payload(self) -> float:
-        """The bytes of its outputs, times ``slow``."""
-        return self.slow * sum(value.nbytes for value in self.own.outputs)
+        """The bytes of its outputs, times ``slowdown``."""
+        return self.slowdown * sum(value.nbytes for value in self.main.outputs)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -106,18 +106,18 @@ class Phase:
 
     Attributes:
       collective: the collective in flight, None in phase 0.
-      beside: the tasks done while it is in flight.
+      overlapped: the tasks done while it is in flight.
       after: the tasks done when it has arrived, before the next collective starts.
     """
 
     collective: Task | None
-    beside: list[Task] = dataclasses.field(default_factory=list)
+    overlapped: list[Task] = dataclasses.field(default_factory=list)
     after: list[Task] = dataclasses.field(default_factory=list)
 
 
 def is_lazy(work: Work) -> bool:
     """Whether the work is done together with the work that needs its output."""
-    return work.is_lazy if isinstance(work, Act) else is_cheap(work) or _name(work) in _PASSED_ON
+    return work.is_lazy if isinstance(work, ExtraWork) else is_cheap(work) or _name(work) in _ALIASING
 
 
 def make_tasks(works: Sequence[Work], links: Mapping[str, float] | None = None) -> list[Task]:
@@ -137,9 +137,9 @@ def make_tasks(works: Sequence[Work], links: Mapping[str, float] | None = None) 
             inputs = dict.fromkeys(value for node in nodes for value in values(node.inputs))
             reads = [value for value in inputs if value not in made_by]
             before = {makers[value] for value in reads if value in makers}
-            after = work.after if isinstance(work, Act) else ()
+            after = work.after if isinstance(work, ExtraWork) else ()
             task = Task(nodes, reads, before, {user for act in after for user in users.get(act, ())})
-            task.slow = max(
+            task.slowdown = max(
                 (times for axis, times in (links or {}).items() if axis in _axes(work)), default=1.0
             )
             makers |= dict.fromkeys(work.outputs, task)
@@ -178,26 +178,26 @@ def plan(tasks: Sequence[Task], collectives: Sequence[Task], costs: Mapping[Work
       costs: the cost of each node, in bytes to and from memory.
     """
     number = {task: k for k, task in enumerate(collectives, 1)}
-    _bound(tasks, number)
+    _set_phase_range(tasks, number)
     planner = _Planner(number, costs, [task for task in tasks if task not in number])
     phases = []
     for k, collective in enumerate([None, *collectives]):
         phase = Phase(collective)
         # The next collective's task may have lazy work too, which makes what it sends.
         load = sum(map(planner.cost, collectives[k : k + 1]))
-        load += sum(planner.take(task, phase.beside) for task in planner.due(k) if task.first <= k)
+        load += sum(planner.place(task, phase.overlapped) for task in planner.due(k) if task.first <= k)
         room = planner.share(k, load, collectives) if 0 < k < len(collectives) else 0.0
-        while found := [t for t in planner.there(k, phase) if load + planner.cost(t) / 2 <= room]:
+        while found := [t for t in planner.ready(k, phase) if load + planner.cost(t) / 2 <= room]:
             costs_of = {task: planner.cost(task) for task in found}
             best = min(found, key=lambda t: (t.last, load + costs_of[t] > room, -costs_of[t]))
-            load += planner.take(best, phase.beside)
+            load += planner.place(best, phase.overlapped)
         for task in planner.due(k):
-            planner.take(task, phase.after)
+            planner.place(task, phase.after)
         phases.append(phase)
     return phases
 
 
-def arranged(
+def order_collectives(
     tasks: Sequence[Task],
     chained: Sequence[Sequence[Task]],
     free: Sequence[Sequence[Task]],
@@ -208,13 +208,13 @@ def arranged(
     Arguments:
       tasks, costs: see ``plan``.
       chained: turns that depend on each other, in their order.
-      free: turns that may have any place among the others; see ``apart``.
+      free: turns that may have any place among the others; see ``split_independent``.
     """
 
     def in_order(turns: Sequence[Sequence[Task]]) -> list[Task]:
         return [task for turn in turns for task in turn]
 
-    order = take_turns(free, chained)
+    order = mix_evenly(free, chained)
     for turn in free:
         others = [other for other in order if other is not turn]
         places = [[*others[:k], turn, *others[k:]] for k in range(len(others) + 1)]
@@ -229,7 +229,7 @@ def shortage(tasks: Sequence[Task], collectives: Sequence[Task], costs: Mapping[
     in its phase it gets the work that must be done by then, and of the rest the work that is needed soonest.
     """
     number = {task: k for k, task in enumerate(collectives, 1)}
-    _bound(tasks, number)
+    _set_phase_range(tasks, number)
     paid, arriving = set[Work](), dict[int, list[tuple[int, float]]]()
     for task in tasks:
         if task not in number:
@@ -266,15 +266,17 @@ class _Planner:
         """The cost of a task's nodes, without lazy nodes that belong to an earlier task."""
         return sum(self.costs[node] for node in task.nodes if node not in self.paid)
 
-    def take(self, task: Task, into: list[Task]) -> float:
+    def place(self, task: Task, into: list[Task]) -> float:
         """Place a task, and the eager tasks that waited only for it; returns their cost."""
         cost = self.cost(task)
         self.paid.update(task.nodes)
         self.done.add(task)
         self.left.remove(task)
         into.append(task)
-        eager = [t for t in self.left if isinstance(t.own, Act) and t.own.is_eager and task in t.tasks]
-        return cost + sum(self.take(t, into) for t in eager if t.tasks <= self.done)
+        eager = [
+            t for t in self.left if isinstance(t.main, ExtraWork) and t.main.is_eager and task in t.tasks
+        ]
+        return cost + sum(self.place(t, into) for t in eager if t.tasks <= self.done)
 
     def due(self, k: int) -> list[Task]:
         """The tasks that must be done in phase k."""
@@ -295,27 +297,31 @@ class _Planner:
             least = min(least, (load + sum(self.costs[node] for node in nodes - self.paid)) / payload)
         return least * collectives[k - 1].payload
 
-    def there(self, k: int, phase: Phase) -> Iterator[Task]:
+    def ready(self, k: int, phase: Phase) -> Iterator[Task]:
         """The tasks that can be done next in phase k, after those already in it."""
         for task in self.left:
             before = (self.number[t] < k if t in self.number else t in self.done for t in task.tasks)
-            if task.first <= k and all(before) and task.earlier <= self.done.difference(phase.beside):
+            if (
+                task.first <= k
+                and all(before)
+                and task.phases_before <= self.done.difference(phase.overlapped)
+            ):
                 yield task
 
 
-def _bound(tasks: Sequence[Task], number: Mapping[Task, int]) -> None:
+def _set_phase_range(tasks: Sequence[Task], number: Mapping[Task, int]) -> None:
     """Set ``first`` and ``last`` of each task: the phases in which it can be done."""
     for task in tasks:
         task.last = number.get(task, len(number) + 1)
         over = [number[before] + 1 if before in number else before.first for before in task.tasks]
-        over += [before.first + 1 for before in task.earlier]
+        over += [before.first + 1 for before in task.phases_before]
         task.first = number.get(task, max(over, default=0))
     for task in reversed(tasks):
         for before in task.tasks - number.keys():
             before.last = min(before.last, task.last - 1 if task in number else task.last)
 
 
-def take_turns(first: Sequence[Item], second: Sequence[Item]) -> list[Item]:
+def mix_evenly(first: Sequence[Item], second: Sequence[Item]) -> list[Item]:
     """The items of both sequences in one order, mixed as evenly as possible, beginning with ``second``'s."""
     moments = [((k + 0.5) / len(first), 1, item) for k, item in enumerate(first)]
     moments += [((k + 0.5) / len(second), 0, item) for k, item in enumerate(second)]
@@ -339,20 +345,24 @@ def turns(tasks: Sequence[Task], collectives: Sequence[Task]) -> list[list[Task]
     return found
 
 
-def apart(tasks: Sequence[Task], collectives: Sequence[Task]) -> tuple[list[list[Task]], list[Task]]:
+def split_independent(
+    tasks: Sequence[Task], collectives: Sequence[Task]
+) -> tuple[list[list[Task]], list[Task]]:
     """A program's collectives in two parts: turns that depend on no other turn, nor any other on them, and the rest.
 
     An example of the first part is a dispatch, with all its hops, that a backward does again for gradients of
     weights. It can be in flight when the links would be idle otherwise: during work that needs the result of
     one collective and makes the input of the next.
     """
-    behind: dict[Task, set[Task]] = {}  # the collectives on which a task depends
+    collectives_before: dict[Task, set[Task]] = {}  # the collectives on which a task depends
     groups: list[list[Task]] = []  # collectives connected by dependencies
     for task in tasks:
-        before = task.tasks | task.earlier
-        behind[task] = set[Task]().union(*(behind[b] for b in before), (b for b in before if b.communicates))
+        before = task.tasks | task.phases_before
+        collectives_before[task] = set[Task]().union(
+            *(collectives_before[b] for b in before), (b for b in before if b.communicates)
+        )
         if task in collectives:
-            joined = [group for group in groups if behind[task].intersection(group)]
+            joined = [group for group in groups if collectives_before[task].intersection(group)]
             groups = [group for group in groups if group not in joined]
             groups.append([*(c for group in joined for c in group), task])
     free = [group for group in groups if len(turns(tasks, group)) == 1]
@@ -371,7 +381,7 @@ def _beyond_products(tasks: Sequence[Task], start: Sequence[Task]) -> set[Task]:
 
 
 def _multiplies(task: Task) -> bool:
-    return any(count_flops([node]) > 0 for node in task.nodes if not isinstance(node, Act))
+    return any(count_flops([node]) > 0 for node in task.nodes if not isinstance(node, ExtraWork))
 
 
 def estimate(program: Program) -> dict[Work, float]:
@@ -381,15 +391,20 @@ def estimate(program: Program) -> dict[Work, float]:
     cost nothing. The other costs agree with the TPU compiler's final figures to about a fifth.
     """
     stored = set(values(program.outputs))
-    laid = set[Value]()  # values that others than matmuls read, in the order in which they lie in memory
+    in_memory_order = set[
+        Value
+    ]()  # values that others than matmuls read, in the order in which they lie in memory
     for node in program.equations:
-        if not is_cheap(node) and _name(node) not in _PASSED_ON:
-            (stored if _name(node) == "dot_general" else laid).update(values(node.inputs))
+        if not is_cheap(node) and _name(node) not in _ALIASING:
+            (stored if _name(node) == "dot_general" else in_memory_order).update(values(node.inputs))
     for node in reversed(program.equations):
-        if _name(node) in _PASSED_ON and laid.intersection(node.outputs):
-            laid.update(values(node.inputs))
-    read_from = _sources(program, stored | laid)
-    return {node: _estimate(node, stored | laid, laid, read_from) for node in program.equations}
+        if _name(node) in _ALIASING and in_memory_order.intersection(node.outputs):
+            in_memory_order.update(values(node.inputs))
+    read_from = _sources(program, stored | in_memory_order)
+    return {
+        node: _estimate(node, stored | in_memory_order, in_memory_order, read_from)
+        for node in program.equations
+    }
 
 
 def _sources(program: Program, stored: Collection[Value]) -> dict[Value, frozenset[Value]]:
@@ -403,11 +418,14 @@ def _sources(program: Program, stored: Collection[Value]) -> dict[Value, frozens
 
 
 def _estimate(
-    node: Node, stored: Collection[Value], laid: Collection[Value], sources: Mapping[Value, Collection[Value]]
+    node: Node,
+    stored: Collection[Value],
+    in_memory_order: Collection[Value],
+    sources: Mapping[Value, Collection[Value]],
 ) -> float:
     written, name = float(sum(value.nbytes for value in node.outputs)), _name(node)
     read = float(sum(value.nbytes for value in values(node.inputs)))
-    if name in _PASSED_ON or getattr(node, "communicates", False):
+    if name in _ALIASING or getattr(node, "communicates", False):
         return 0.0
     if name in ("slice", "concatenate"):  # irregular ones are copied, even for a matmul; all are priced so
         return 2 * written
@@ -415,10 +433,10 @@ def _estimate(
         read_from = {source for value in values(node.inputs) for source in sources.get(value, {value})}
         return min(read, float(sum(value.nbytes for value in read_from)))
     if is_view(node):
-        return 2 * written if any(value in laid for value in node.outputs) else 0.0
+        return 2 * written if any(value in in_memory_order for value in node.outputs) else 0.0
     if is_cheap(node):
         return 2 * written if any(value in stored for value in node.outputs) else 0.0
-    if name in _PICKING:  # a part that is picked several times is read once
+    if name in _PARTIAL_READS:  # a part that is picked several times is read once
         return written + min(written, read)
     flops = count_flops([node]) / FLOPS_A_BYTE
     return flops + (read + written) / 2 if flops else read + written

@@ -74,7 +74,10 @@ def forward_backward(ahead, forward, behind, backward, pools, sums):
         ahead.forward_arguments(*forward),
         behind.programs.backward,
         behind.backward_arguments(params, x, *kept, dy),
-        pools=[dataclasses.replace(pool, made=made + pool.made, used=used + pool.used) for pool in pools],
+        pools=[
+            dataclasses.replace(pool, output=made + pool.output, argument=used + pool.argument)
+            for pool in pools
+        ],
         finish={k: functools.partial(jnp.add, total) for k, total in enumerate(sums)},
         fixed=(range(len(ahead.params.types)), range(len(behind.params.types))),
     )
@@ -102,8 +105,8 @@ def slots(kept, read_at, written_at):
             array,
             read=lambda array: array[read],
             write=lambda array, value: array.at[write].set(value),
-            used=number,
-            made=number,
+            argument=number,
+            output=number,
         )
 
     places = zip(kept, read_at, written_at, strict=True)
@@ -257,14 +260,14 @@ def test_stages_of_two_kinds_whose_values_do_not_all_vary(ahead, behind):
         dy = jnp.cos(y)
         _, _, *saved = plan_b.forward(w[1], x[1])
         read = [
-            Pool(jnp.stack([a, a + 1]), read=lambda pool: pool[0], used=k)
+            Pool(jnp.stack([a, a + 1]), read=lambda pool: pool[0], argument=k)
             for k, a in enumerate([*saved[0], *saved[1]])
         ]
         written = [
             Pool(
                 vary(jnp.zeros((2, *kind.shape), kind.dtype), ("pp", "ep")),
                 write=lambda pool, a: pool.at[1].set(a),
-                made=k,
+                output=k,
             )
             for k, kind in enumerate([*plan_f.residuals_i, *plan_f.residuals_w])
         ]

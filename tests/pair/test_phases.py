@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from scipy.optimize import linprog
 
 from dualpipe_jax.pair.phases import (
-    Act,
-    apart,
-    arranged,
+    ExtraWork,
     estimate,
     make_tasks,
+    mix_evenly,
+    order_collectives,
     plan,
     shortage,
-    take_turns,
+    split_independent,
     turns,
 )
 from dualpipe_jax.split import split_backward
@@ -47,17 +47,17 @@ def product(*inputs):
 
 
 def act(*inputs, cost=1.0, **options):
-    return Act(tuple(inputs), (value(),), lambda *arrays: arrays, cost=cost, **options)
+    return ExtraWork(tuple(inputs), (value(),), lambda *arrays: arrays, cost=cost, **options)
 
 
 def planned(works, collectives):
     """Phases as lists of works: beside, and after."""
     tasks = make_tasks(works)
-    of = {task.own: task for task in tasks}
+    of = {task.main: task for task in tasks}
     costs = {work: getattr(work, "cost", 0.0) for work in works}
     phases = plan(tasks, [of[c] for c in collectives], costs)
-    assert [phase.collective and phase.collective.own for phase in phases] == [None, *collectives]
-    return [([t.own for t in phase.beside], [t.own for t in phase.after]) for phase in phases]
+    assert [phase.collective and phase.collective.main for phase in phases] == [None, *collectives]
+    return [([t.main for t in phase.overlapped], [t.main for t in phase.after]) for phase in phases]
 
 
 @st.composite
@@ -75,7 +75,7 @@ def graphs(draw):
             else:
                 own.append(act(*inputs, cost=draw(st.floats(0, 4)), is_lazy=kind == "lazy"))
         works += own
-    lazy = [w for w in works if isinstance(w, Act) and w.is_lazy and not w.inputs]
+    lazy = [w for w in works if isinstance(w, ExtraWork) and w.is_lazy and not w.inputs]
     works += [act(cost=1.0, after=(w,)) for w in lazy]
     return works, streams
 
@@ -85,15 +85,15 @@ def graphs(draw):
 def test_everything_is_done_after_what_it_needs_and_before_what_needs_it(graph):
     works, streams = graph
     tasks = make_tasks(works)
-    of = {task.own: task for task in tasks}
-    order = [t.own for t in take_turns(*([of[c] for c in stream] for stream in streams))]
+    of = {task.main: task for task in tasks}
+    order = [t.main for t in mix_evenly(*([of[c] for c in stream] for stream in streams))]
     phases = planned(works, order)
 
     users = collections.defaultdict(set)
     for task in tasks:
         for work in task.nodes[:-1]:
-            users[work].add(task.own)
-    makers = {v: task.own for task in tasks for v in task.own.outputs}
+            users[work].add(task.main)
+    makers = {v: task.main for task in tasks for v in task.main.outputs}
     done, landed = set(), set()
     for (beside, after), collective in zip(phases, [None, *order], strict=True):
         if collective is not None:
@@ -181,9 +181,9 @@ def test_beside_a_slow_axis_lies_as_much_more_work():
         for equation, axis in zip(sent, ("near", ("far",), "near"), strict=True):
             equation.params["axis_name"] = axis
         tasks = make_tasks([*(act() for _ in range(44)), *sent], links)
-        of = {task.own: task for task in tasks}
-        costs = {task.own: getattr(task.own, "cost", 0.0) for task in tasks}
-        return [len(phase.beside) for phase in plan(tasks, [of[c] for c in sent], costs)][1:3]
+        of = {task.main: task for task in tasks}
+        costs = {task.main: getattr(task.main, "cost", 0.0) for task in tasks}
+        return [len(phase.overlapped) for phase in plan(tasks, [of[c] for c in sent], costs)][1:3]
 
     assert beside({"far": 9.0}) == [4, 36]
     assert beside({"other": 9.0}) == beside(None) == [15, 15]
@@ -199,7 +199,7 @@ def test_hops_between_which_nothing_is_multiplied_are_one_turn():
     back1 = exchange(back2.outputs[0])
     tasks = make_tasks([sizes, hop1, gathered, hop2, experts, aside, back2, back1])
     found = turns(tasks, [task for task in tasks if task.communicates])
-    assert [[task.own for task in turn] for turn in found] == [[sizes, hop1, hop2], [back2, back1]]
+    assert [[task.main for task in turn] for turn in found] == [[sizes, hop1, hop2], [back2, back1]]
     assert turns(tasks, []) == []
 
 
@@ -212,9 +212,9 @@ def test_collectives_that_stand_alone_are_told_from_those_that_wait_for_each_oth
     sizes = exchange()
     counted = exchange(sizes.outputs[0])
     tasks = make_tasks([again, weights, there, experts, back, sizes, counted])
-    free, chained = apart(tasks, [task for task in tasks if task.communicates])
-    assert [[task.own for task in turn] for turn in free] == [[again], [sizes, counted]]
-    assert [task.own for task in chained] == [there, back]
+    free, chained = split_independent(tasks, [task for task in tasks if task.communicates])
+    assert [[task.main for task in turn] for turn in free] == [[again], [sizes, counted]]
+    assert [task.main for task in chained] == [there, back]
 
 
 def layer(costs):
@@ -231,8 +231,8 @@ def layer(costs):
     rest = act(out.outputs[0], cost=backward)
     names = dict(again=again, b1=grads, f1=there, b2=out, f2=home)
     tasks = make_tasks([before, there, forward, home, again, grads, product, inside, out, rest])
-    of = {task.own: task for task in tasks}
-    prices = {task.own: getattr(task.own, "cost", 0.0) for task in tasks}
+    of = {task.main: task for task in tasks}
+    prices = {task.main: getattr(task.main, "cost", 0.0) for task in tasks}
     return tasks, {name: of[work] for name, work in names.items()}, prices
 
 
@@ -250,8 +250,8 @@ def missing(tasks, order, costs):
     for task in reversed(tasks):
         for before in task.tasks - set(order):
             windows[before][1] = min(windows[before][1], windows[task][1] - (task in order))
-    works = [task for task in tasks if task not in order and costs[task.own] > 0]
-    share = sum(costs[task.own] for task in works) / len(order)  # all send as many bytes
+    works = [task for task in tasks if task not in order and costs[task.main] > 0]
+    share = sum(costs[task.main] for task in works) / len(order)  # all send as many bytes
     places = [
         (i, k)
         for i, t in enumerate(works)
@@ -262,7 +262,7 @@ def missing(tasks, order, costs):
         return share * len(order)
     of_work = [[float(i == j) for i, _ in places] for j in range(len(works))]
     of_phase = [[float(k == j) for _, k in places] for j in range(len(order))]
-    limits = [*(costs[task.own] for task in works), *[share] * len(order)]
+    limits = [*(costs[task.main] for task in works), *[share] * len(order)]
     most = linprog([-1.0] * len(places), [*of_work, *of_phase], limits)
     return share * len(order) + most.fun
 
@@ -271,7 +271,7 @@ def test_a_dispatch_that_is_sent_again_lies_where_there_is_most_to_do():
     """Its weights' gradient is needed by nobody, and the forward's attention is too short for two of five."""
     tasks, named, costs = layer({"F": 9.0, "B": 15.0, "experts": 10.0, "back": 10.0, "W": 6.0})
     chained = [[named[name]] for name in ("b1", "f1", "b2", "f2")]
-    found = arranged(tasks, chained, [[named["again"]]], costs)
+    found = order_collectives(tasks, chained, [[named["again"]]], costs)
     order = [next(name for name, task in named.items() if task is each) for each in found]
     assert order in (["b1", "f1", "b2", "again", "f2"], ["b1", "f1", "b2", "f2", "again"])
 
@@ -284,7 +284,7 @@ def test_no_place_leaves_more_work_beside_collectives(costs):
     orders = [[*chained[:k], named["again"], *chained[k:]] for k in range(5)]
     for order in orders:
         assert shortage(tasks, order, costs) == pytest.approx(missing(tasks, order, costs), abs=1e-6)
-    found = arranged(tasks, [[task] for task in chained], [[named["again"]]], costs)
+    found = order_collectives(tasks, [[task] for task in chained], [[named["again"]]], costs)
     least = min(missing(tasks, order, costs) for order in orders)
     assert missing(tasks, found, costs) == pytest.approx(least, abs=1e-6)
 
@@ -292,7 +292,7 @@ def test_no_place_leaves_more_work_beside_collectives(costs):
 def test_turns_alternate_and_the_second_leads():
     def turns(num_first, num_second):
         tasks = [make_tasks([exchange() for _ in range(count)]) for count in (num_first, num_second)]
-        return [0 if task in tasks[0] else 1 for task in take_turns(*tasks)]
+        return [0 if task in tasks[0] else 1 for task in mix_evenly(*tasks)]
 
     assert turns(2, 2) == [1, 0, 1, 0]
     assert turns(2, 4) == [1, 0, 1, 1, 0, 1]
