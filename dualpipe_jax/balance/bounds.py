@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from dualpipe_jax.balance.loads import HAIR
+from dualpipe_jax.balance.loads import LOAD_TOLERANCE
 
-_HALVINGS = 24
+_BISECTION_STEPS = 24
 
-_PARTS = 3
-"""Copies above 1/2 and above 1/3 (1/``_PARTS``) of the limit are counted: a device within the limit has at
-most one copy above 1/2 and at most two above 1/3."""
+_LARGEST_DIVISOR = 3
+"""Copies above 1/2 and above 1/3 (1/``_LARGEST_DIVISOR``) of the limit are counted: a device within the limit
+has at most one copy above 1/2 and at most two above 1/3."""
 
 
 def packing_bound(shares: np.ndarray, num_devices: int) -> np.ndarray:
@@ -56,7 +56,7 @@ def lower_bound(relative: np.ndarray, num_devices: int, num_slots: int) -> np.nd
     low, high = np.ones(layers), np.maximum(2 * relative.sum(-1).max(0), 2.0)
     open_ = np.flatnonzero(~_may_reach(relative, low, num_devices, num_slots))
     low, high, part = low[open_], high[open_], relative[:, open_]
-    for _ in range(_HALVINGS if len(open_) else 0):
+    for _ in range(_BISECTION_STEPS if len(open_) else 0):
         middle = np.where(high > 2 * low, np.sqrt(low * high), (low + high) / 2)
         reached = _may_reach(part, middle, num_devices, num_slots)
         low, high = np.where(reached, low, middle), np.where(reached, middle, high)
@@ -82,8 +82,8 @@ def _may_reach(relative: np.ndarray, limit: np.ndarray, num_devices: int, num_sl
     for window in relative[:, possible]:
         least = np.concatenate([window / most, np.zeros((rows, 1))], -1)
         shares = np.repeat(least.ravel(), counts).reshape(rows, slots)
-        reached &= packing_bound(shares, num_devices) <= limit[possible] * (1 + HAIR)
-        for parts in range(2, min(num_slots, _PARTS) + 1):
+        reached &= packing_bound(shares, num_devices) <= limit[possible] * (1 + LOAD_TOLERANCE)
+        for parts in range(2, min(num_slots, _LARGEST_DIVISOR) + 1):
             large = _fewest_large(window, needed, spare, limit[possible] / parts)
             reached &= large <= (parts - 1) * num_devices + 1e-9
     possible[possible] = reached
@@ -97,8 +97,8 @@ def _fewest_large(load: np.ndarray, needed: np.ndarray, spare: np.ndarray, size:
     copies go to the experts where each of them makes most large copies small. The last ones may be divided,
     so that this is a bound.
     """
-    large = load / needed > size[:, None] * (1 + HAIR)
-    cost = np.where(large, np.ceil(load / size[:, None] * (1 - HAIR)) - needed, 0.0)
+    large = load / needed > size[:, None] * (1 + LOAD_TOLERANCE)
+    cost = np.where(large, np.ceil(load / size[:, None] * (1 - LOAD_TOLERANCE)) - needed, 0.0)
     spared = np.where(large, needed, 0)
     order = np.argsort(cost / needed, -1)
     cost, spared = np.take_along_axis(cost, order, -1), np.take_along_axis(spared, order, -1)
@@ -112,5 +112,5 @@ def copies_needed(relative: np.ndarray, limit: np.ndarray) -> np.ndarray:
 
     Returns int64 [layers, experts].
     """
-    ratio = relative.max(0) / limit[:, None] * (1 - HAIR)
+    ratio = relative.max(0) / limit[:, None] * (1 - LOAD_TOLERANCE)
     return np.maximum(np.ceil(np.minimum(ratio, 2**40)), 1).astype(np.int64)

@@ -6,11 +6,11 @@ import numpy as np
 
 from dualpipe_jax.balance.bounds import copies_needed
 
-_LIMITS = (1.0, 1.022, 1.008, 1.045, 1.004, 1.035, 1.012, 1.06, 1.017, 1.028)
+_LIMIT_FACTORS = (1.0, 1.022, 1.008, 1.045, 1.004, 1.035, 1.012, 1.06, 1.017, 1.028)
 """Limits on the load of the heaviest copy to try, in multiples of the lower bound. The first ones differ
 most, since there may be no time for all."""
 
-_PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_SPARE_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """The shares of the spare copies to try for the largest experts, one more copy for each."""
 
 
@@ -48,10 +48,10 @@ def other_counts(relative: np.ndarray, bound: np.ndarray, num_copies: int, most:
     """
     load = relative.max(0)
     rank = np.argsort(np.argsort(-load, -1, kind="stable"), -1)
-    for limit in _LIMITS:
+    for limit in _LIMIT_FACTORS:
         needed = np.minimum(copies_needed(relative, bound * limit), most)
         spare = num_copies - needed.sum(-1)
-        for part in _PARTS if (spare > 0).any() else _PARTS[:1]:
+        for part in _SPARE_SHARES if (spare > 0).any() else _SPARE_SHARES[:1]:
             largest = rank < np.round(part * spare.clip(0))[:, None]
             counts = np.where((spare >= 0)[:, None], np.minimum(needed + largest, most), 1)
             yield add_copies(load, counts, num_copies, most)

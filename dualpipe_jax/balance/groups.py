@@ -4,17 +4,17 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dualpipe_jax.balance.pack import Packed, holds, pack, refine
+from dualpipe_jax.balance.pack import SlotLoads, holds, pack, refine
 from dualpipe_jax.balance.placement import Layout
 
-Place = Callable[[np.ndarray, int, np.ndarray | None], np.ndarray]
+PlaceFunction = Callable[[np.ndarray, int, np.ndarray | None], np.ndarray]
 """A function that places experts on devices. Its arguments are loads [windows, rows, experts], the number of
 devices, and the placement in force [rows, devices, slots] or None; it returns the new one, int64 [rows,
 devices, slots]."""
 
 
 def place_by_groups(
-    load: np.ndarray, layout: Layout, previous: np.ndarray | None, place: Place
+    load: np.ndarray, layout: Layout, previous: np.ndarray | None, place: PlaceFunction
 ) -> np.ndarray:
     """The expert in each slot, with all copies of a group's experts on one node: int64 [layers, devices, slots].
 
@@ -36,19 +36,20 @@ def place_by_groups(
         layout.num_nodes / layout.num_devices
     )
     once = np.ones(whole.shape[1:], np.int64)
-    packed = Packed.of(pack(whole, once, layout.num_nodes), whole)
+    packed = SlotLoads.of_placement(pack(whole, once, layout.num_nodes), whole)
     first = _place_nodes(load, layout, packed.held, None, place)
     start = packed.held.copy()
     refine(packed, np.ones(len(start)))
     if np.array_equal(packed.held, start):
         return first
     second = _place_nodes(load, layout, packed.held, None, place)
-    better = Packed.of(second, load).peak.max(-1) < Packed.of(first, load).peak.max(-1)
+    peak, other_peak = (SlotLoads.of_placement(held, load).peak.max(-1) for held in (first, second))
+    better = other_peak < peak
     return np.where(better[:, None, None], second, first)
 
 
 def _place_nodes(
-    load: np.ndarray, layout: Layout, groups: np.ndarray, previous: np.ndarray | None, place: Place
+    load: np.ndarray, layout: Layout, groups: np.ndarray, previous: np.ndarray | None, place: PlaceFunction
 ) -> np.ndarray:
     """Place each node's experts on its devices.
 

@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import ArrayLike
 
-HAIR = 1e-12
+LOAD_TOLERANCE = 1e-12
 """Loads, in multiples of the mean device's, that differ by less than this count as equal: such differences
 come from the order of sums."""
 

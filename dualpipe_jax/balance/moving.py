@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from dualpipe_jax.balance.loads import HAIR
-from dualpipe_jax.balance.pack import Packed, holds
+from dualpipe_jax.balance.loads import LOAD_TOLERANCE
+from dualpipe_jax.balance.pack import SlotLoads, holds
 from dualpipe_jax.balance.placement import count_moves
 from dualpipe_jax.balance.steps import improve
 
 
-def aligned(held: np.ndarray, previous: np.ndarray) -> np.ndarray:
+def renumber_devices(held: np.ndarray, previous: np.ndarray) -> np.ndarray:
     """A new placement with its devices renamed, so that each set of experts is where most of them are already.
 
     The pair of a new and an old device with most experts in common is matched first. Experts that stay on a
@@ -31,10 +31,10 @@ def aligned(held: np.ndarray, previous: np.ndarray) -> np.ndarray:
         grid = shared.reshape(layers, devices, devices)
         grid[row, new] = -1
         grid[row, :, old] = -1
-    return in_same_slots(moved, previous)
+    return keep_slots(moved, previous)
 
 
-def in_same_slots(held: np.ndarray, previous: np.ndarray) -> np.ndarray:
+def keep_slots(held: np.ndarray, previous: np.ndarray) -> np.ndarray:
     """Each device's experts in the slots where they were before; new experts in the other slots, in order."""
     same = held[..., :, None] == previous[..., None, :]
     stays = same.any(-1)
@@ -73,28 +73,28 @@ def replan(
     """
     layers, devices, slots = fresh.shape
     if previous.shape != fresh.shape:
-        return aligned(fresh, previous)
+        return renumber_devices(fresh, previous)
     target = np.full(layers, 1 + close)
     num_steps = devices * slots if max_moves is None else min(max_moves, devices * slots)
-    options = [previous, *improve(previous, relative, target, num_steps), aligned(fresh, previous)]
+    options = [previous, *improve(previous, relative, target, num_steps), renumber_devices(fresh, previous)]
     moves = np.stack([count_moves(previous, option) for option in options])
-    peaks = np.stack([Packed.of(option, relative).peak.max(-1) for option in options])
+    peaks = np.stack([SlotLoads.of_placement(option, relative).peak.max(-1) for option in options])
     peaks = np.maximum(peaks, np.maximum(1.0, peaks.min(0)) * (1 + close))
     if max_moves is None:
         chosen = np.lexsort((moves, np.round(peaks + move_cost * moves, 12)), axis=0)[0]
     else:
-        chosen = _spend(moves, peaks, max_moves, move_cost)
+        chosen = _spend_moves(moves, peaks, max_moves, move_cost)
     row = np.arange(layers)
-    return in_same_slots(np.stack(options)[chosen, row], previous)
+    return keep_slots(np.stack(options)[chosen, row], previous)
 
 
-def _spend(moves: np.ndarray, peaks: np.ndarray, budget: int, move_cost: float) -> np.ndarray:
+def _spend_moves(moves: np.ndarray, peaks: np.ndarray, budget: int, move_cost: float) -> np.ndarray:
     """The option that each layer takes, of options [options, layers]: int64 [layers]. Option 0 is to stay."""
     chosen = np.zeros(moves.shape[1], np.int64)
     while True:
         row = np.arange(len(chosen))
         more, gain = moves - moves[chosen, row], peaks[chosen, row] - peaks
-        fits = (more > 0) & (more <= budget - moves[chosen, row].sum()) & (gain > HAIR)
+        fits = (more > 0) & (more <= budget - moves[chosen, row].sum()) & (gain > LOAD_TOLERANCE)
         rate = np.where(fits, gain / np.maximum(more, 1), 0.0)
         option, layer = np.unravel_index(rate.argmax(), rate.shape)
         if rate[option, layer] <= move_cost:

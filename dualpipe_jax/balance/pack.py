@@ -7,7 +7,7 @@ import dataclasses
 
 import numpy as np
 
-from dualpipe_jax.balance.loads import HAIR
+from dualpipe_jax.balance.loads import LOAD_TOLERANCE
 
 _PAIR_TURNS = 6
 
@@ -18,7 +18,7 @@ def pack(relative: np.ndarray, counts: np.ndarray, num_devices: int) -> np.ndarr
     The heaviest copy comes first; each goes to the lightest device that has room and no copy of the expert.
     Except for this last condition it is DeepSeek's packing, so that the refined result is no worse than
     DeepSeek's. In a layer where it fails, since all devices with room have the expert already, copies are
-    dealt (``deal``).
+    dealt (``deal_in_rounds``).
 
     Args:
       relative: [windows, layers, experts].
@@ -58,11 +58,11 @@ def pack(relative: np.ndarray, counts: np.ndarray, num_devices: int) -> np.ndarr
     fits = ~stuck
     held[row[fits], device[:, fits], slot[:, fits]] = order.T[:, fits]
     if stuck.any():
-        held[stuck] = deal(relative[:, stuck], counts[stuck], num_devices)
+        held[stuck] = deal_in_rounds(relative[:, stuck], counts[stuck], num_devices)
     return held
 
 
-def deal(relative: np.ndarray, counts: np.ndarray, num_devices: int) -> np.ndarray:
+def deal_in_rounds(relative: np.ndarray, counts: np.ndarray, num_devices: int) -> np.ndarray:
     """Put every copy into a slot, no two copies of an expert on one device: int64 [layers, devices, slots].
 
     Copies are dealt in rounds, the heaviest first, one to each device, and in each round the heaviest goes to
@@ -82,9 +82,9 @@ def deal(relative: np.ndarray, counts: np.ndarray, num_devices: int) -> np.ndarr
         peak = loads.max(0)
         if slot:
             split = dealt[:, :1]  # the expert of which the round before may have dealt copies
-            behind = np.argsort(np.where((held[:, :, slot - 1] == split), np.inf, peak), -1, kind="stable")
+            last = np.argsort(np.where((held[:, :, slot - 1] == split), np.inf, peak), -1, kind="stable")
             first = np.arange(num_devices) < (dealt == split).sum(-1, keepdims=True)
-            np.put_along_axis(peak, behind, np.where(first, -1.0, np.take_along_axis(peak, behind, -1)), -1)
+            np.put_along_axis(peak, last, np.where(first, -1.0, np.take_along_axis(peak, last, -1)), -1)
         device = np.argsort(peak, -1, kind="stable")
         held[layer, device, slot] = dealt
         loads[:, layer, device] += shares[:, layer, dealt]
@@ -108,7 +108,7 @@ def _heaviest_first(relative: np.ndarray, counts: np.ndarray) -> tuple[np.ndarra
 
 
 @dataclasses.dataclass
-class Packed:
+class SlotLoads:
     """Copies in slots with their loads, kept up to date as slots are swapped.
 
     Attributes:
@@ -122,7 +122,7 @@ class Packed:
     devices: np.ndarray
 
     @classmethod
-    def of(cls, held: np.ndarray, relative: np.ndarray) -> "Packed":
+    def of_placement(cls, held: np.ndarray, relative: np.ndarray) -> "SlotLoads":
         """A placement ``held`` with the loads of its copies, from loads of experts [windows, layers, experts]."""
         shares = relative / count_copies(held, relative.shape[-1])
         layer = np.arange(len(held))[:, None, None]
@@ -134,12 +134,12 @@ class Packed:
         """The load of each device in its worst window: float64 [layers, devices]."""
         return self.devices.max(0)
 
-    def only(self, layers: np.ndarray) -> "Packed":
+    def select(self, layers: np.ndarray) -> "SlotLoads":
         """A copy with some of the layers."""
-        return Packed(self.held[layers], self.slots[:, layers], self.devices[:, layers])
+        return SlotLoads(self.held[layers], self.slots[:, layers], self.devices[:, layers])
 
-    def put(self, layers: np.ndarray, part: "Packed") -> None:
-        """Replace these layers by ``part``, which ``only`` returned and which has been changed since."""
+    def replace_layers(self, layers: np.ndarray, part: "SlotLoads") -> None:
+        """Replace these layers by ``part``, which ``select`` returned and which has been changed since."""
         self.held[layers] = part.held
         self.slots[:, layers], self.devices[:, layers] = part.slots, part.devices
 
@@ -169,7 +169,7 @@ class Packed:
         self._avoid_doubles(flat, best, one, other)
         return np.take_along_axis(flat, best[..., None], -1)[..., 0], best // slots, best % slots
 
-    def best_relief(self, heaviest: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    def best_swap_of_device(self, heaviest: np.ndarray) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
         """The best swap of a device ``heaviest`` [layers] with any other device.
 
         Returns, all [layers], the larger load that it leaves, and (the other device, the slots of both).
@@ -201,13 +201,13 @@ class Packed:
         self, layer: np.ndarray, one: np.ndarray, i: np.ndarray, other: np.ndarray, j: np.ndarray
     ) -> None:
         """Exchange slot i of device ``one`` and slot j of device ``other``, each [swaps]; no device is in two swaps."""
-        went = self.slots[:, layer, one, i] - self.slots[:, layer, other, j]
+        moved_load = self.slots[:, layer, one, i] - self.slots[:, layer, other, j]
         for array in (self.held[None], self.slots):
             kept = array[:, layer, one, i]
             array[:, layer, one, i] = array[:, layer, other, j]
             array[:, layer, other, j] = kept
-        self.devices[:, layer, one] -= went
-        self.devices[:, layer, other] += went
+        self.devices[:, layer, one] -= moved_load
+        self.devices[:, layer, other] += moved_load
 
 
 def count_copies(held: np.ndarray, num_experts: int) -> np.ndarray:
@@ -224,31 +224,31 @@ def holds(held: np.ndarray, num_experts: int) -> np.ndarray:
     return found
 
 
-def refine(packed: Packed, target: np.ndarray, turns: int | None = None) -> None:
+def refine(packed: SlotLoads, target: np.ndarray, turns: int | None = None) -> None:
     """Swap slots, in place, until a layer's peak is at its target [layers], no swap lowers it, or ``turns`` are over.
 
     The first ``_PAIR_TURNS`` turns swap heavy devices with light ones, many pairs at a time; each further
     turn swaps the heaviest device with any other.
     """
-    layers, part = np.arange(len(target)), packed.only(np.arange(len(target)))
+    layers, part = np.arange(len(target)), packed.select(np.arange(len(target)))
     able = np.ones(len(layers), bool)
     # Swaps of the heaviest device end by themselves, since each lowers its load; the number only limits the time.
     for turn in range(_PAIR_TURNS + 6 * packed.held.shape[1] + 50 if turns is None else turns):
         going = (part.peak.max(-1) > target[layers]) & able
         if not going.all():
-            packed.put(layers, part)
-            layers, part = layers[going], part.only(going)
+            packed.replace_layers(layers, part)
+            layers, part = layers[going], part.select(going)
         if not len(layers):
             return
         if turn < _PAIR_TURNS:
             _swap_pairs(part, turn)
             able = np.ones(len(layers), bool)
         else:
-            able = _relieve(part)
-    packed.put(layers, part)
+            able = _swap_heaviest(part)
+    packed.replace_layers(layers, part)
 
 
-def _swap_pairs(packed: Packed, turn: int) -> None:
+def _swap_pairs(packed: SlotLoads, turn: int) -> None:
     """Swap between the heavier half of the devices and the lighter half, from turn 2 on between the outer quarters.
 
     Each turn makes other pairs.
@@ -261,14 +261,14 @@ def _swap_pairs(packed: Packed, turn: int) -> None:
     left, i, j = packed.best_swaps(one, other)
     now = np.take_along_axis(packed.peak, one, -1)
     now = np.maximum(now, np.take_along_axis(packed.peak, other, -1))
-    gains = np.nonzero(left < now - HAIR)
+    gains = np.nonzero(left < now - LOAD_TOLERANCE)
     packed.swap(gains[0], one[gains], i[gains], other[gains], j[gains])
 
 
-def _relieve(packed: Packed) -> np.ndarray:
+def _swap_heaviest(packed: SlotLoads) -> np.ndarray:
     """Do the best swap of each layer's heaviest device with any other; returns bool [layers], whether there was one."""
     heaviest = packed.peak.argmax(-1)
-    left, (other, i, j) = packed.best_relief(heaviest)
-    gains = left < packed.peak.max(-1) - HAIR
+    left, (other, i, j) = packed.best_swap_of_device(heaviest)
+    gains = left < packed.peak.max(-1) - LOAD_TOLERANCE
     packed.swap(np.flatnonzero(gains), heaviest[gains], i[gains], other[gains], j[gains])
     return gains

@@ -7,15 +7,15 @@ from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.balance.bounds import lower_bound, packing_bound
 from dualpipe_jax.balance.copies import add_copies, nearby_counts, other_counts
 from dualpipe_jax.balance.groups import place_by_groups
-from dualpipe_jax.balance.loads import HAIR, checked, relative
+from dualpipe_jax.balance.loads import LOAD_TOLERANCE, checked, relative
 from dualpipe_jax.balance.moving import replan
-from dualpipe_jax.balance.pack import Packed, count_copies, deal, pack, refine
+from dualpipe_jax.balance.pack import SlotLoads, count_copies, deal_in_rounds, pack, refine
 from dualpipe_jax.balance.placement import Layout, Placement
 
 CLOSE = 5e-4
 """The default of ``close``, see ``balance``: a share of the load of the mean device."""
 
-_SLACK = 2
+_SLACK_FACTOR = 2
 """Other numbers of copies are tried in layers whose busiest device is above the bound by more than this many
 times ``close``."""
 
@@ -23,10 +23,10 @@ _PATIENCE = 20
 """After this many tries in a row without improvement, a layer skips the rest of ``other_counts``; tries near
 its best follow."""
 
-_TURNS = 32
+_TURNS_PER_TRY = 32
 """The number of turns of ``refine`` in a try; the best try of a layer is later refined to the end."""
 
-_ROUNDS, _SLOTS, _SLOTS_A_ROUND = 16, 400_000, 40_000
+_MAX_ROUNDS, _MAX_SLOTS, _MAX_SLOTS_PER_ROUND = 16, 400_000, 40_000
 """Limits of the search: the number of rounds of tries near the best; the number of slots that all tries fill,
 in all windows; and that of one round. Together about a second."""
 
@@ -130,12 +130,12 @@ def place(relative: np.ndarray, num_devices: int, num_slots: int, close: float, 
     load, copies = relative.max(0), num_devices * num_slots
     counts = add_copies(load, np.ones(load.shape, np.int64), copies, num_devices)
     packed = refined(pack(relative, counts, num_devices), relative, close)
-    rows = np.flatnonzero(packed.peak.max(-1) > 1 + _SLACK * close)
+    rows = np.flatnonzero(packed.peak.max(-1) > 1 + _SLACK_FACTOR * close)
     if len(rows) and load.shape[1] < copies < load.shape[1] * num_devices:
-        search = _Search(relative[:, rows], packed.only(rows), close)
+        search = _Search(relative[:, rows], packed.select(rows), close)
         others = other_counts(search.relative, search.bound, copies, num_devices)
-        search.try_these(np.stack([counts[rows], *others], 1), _SLOTS * effort / 2)
-        search.try_nearby(_SLOTS * effort, round(_ROUNDS * effort))
+        search.try_counts(np.stack([counts[rows], *others], 1), _MAX_SLOTS * effort / 2)
+        search.try_nearby(_MAX_SLOTS * effort, round(_MAX_ROUNDS * effort))
         packed.held[rows] = refined(search.held, search.relative, close).held
     return packed.held
 
@@ -149,21 +149,21 @@ class _Search:
       bound: [layers], the lower bound on max/mean.
     """
 
-    def __init__(self, relative: np.ndarray, packed: Packed, close: float):
+    def __init__(self, relative: np.ndarray, packed: SlotLoads, close: float):
         self.relative, self.held, self._close = relative, packed.held, close
         self.bound = lower_bound(relative, *self.held.shape[1:])
-        self._peak, self._idle = packed.peak.max(-1), np.zeros(len(self.bound), int)
-        self._filled = 0  # the number of slots that tries have filled so far, in all windows
+        self._peak, self._tries_without_gain = packed.peak.max(-1), np.zeros(len(self.bound), int)
+        self._slots_filled = 0  # the number of slots that tries have filled so far, in all windows
 
-    def try_these(self, counts: np.ndarray, until: float) -> None:
+    def try_counts(self, counts: np.ndarray, until: float) -> None:
         """Try counts [layers, tries, experts] for layers above their bound that have patience (``_PATIENCE``) left."""
         done = 0
-        while done < counts.shape[1] and self._filled < until:
-            layers = self._above()
-            layers = layers[self._idle[layers] < _PATIENCE]
+        while done < counts.shape[1] and self._slots_filled < until:
+            layers = self._layers_above_bound()
+            layers = layers[self._tries_without_gain[layers] < _PATIENCE]
             if not len(layers):
                 return
-            some = self._tries_a_round(layers)
+            some = self._tries_per_round(layers)
             self._try(layers, counts[layers, done : done + some])
             done += some
 
@@ -171,43 +171,43 @@ class _Search:
         """Try counts that differ a little from the best, at random, with the same seed each time."""
         random = np.random.default_rng(0)
         for _ in range(rounds):
-            layers = self._above()
-            if not len(layers) or self._filled >= until:
+            layers = self._layers_above_bound()
+            if not len(layers) or self._slots_filled >= until:
                 return
             best = count_copies(self.held[layers], self.relative.shape[-1])
-            tries = self._tries_a_round(layers)
+            tries = self._tries_per_round(layers)
             self._try(layers, nearby_counts(best, tries, self.held.shape[1], random))
 
-    def _tries_a_round(self, layers: np.ndarray) -> int:
-        return int(np.clip(_SLOTS_A_ROUND // self._slots(layers), 1, 64))
+    def _tries_per_round(self, layers: np.ndarray) -> int:
+        return int(np.clip(_MAX_SLOTS_PER_ROUND // self._slots_per_try(layers), 1, 64))
 
-    def _slots(self, layers: np.ndarray) -> int:
+    def _slots_per_try(self, layers: np.ndarray) -> int:
         return self.held[0].size * len(self.relative) * len(layers)
 
-    def _above(self) -> np.ndarray:
-        return np.flatnonzero(self._peak > self.bound * (1 + _SLACK * self._close))
+    def _layers_above_bound(self) -> np.ndarray:
+        return np.flatnonzero(self._peak > self.bound * (1 + _SLACK_FACTOR * self._close))
 
     def _try(self, layers: np.ndarray, counts: np.ndarray) -> None:
         """Try counts [layers, tries, experts] for these layers, and keep each layer's best placement."""
         tries, row = counts.shape[1], np.arange(len(layers))
         flat = counts.reshape(len(layers) * tries, -1)
         load = np.repeat(self.relative[:, layers], tries, 1)
-        self._filled += tries * self._slots(layers)
-        found = refined(deal(load, flat, self.held.shape[1]), load, self._close, _TURNS)
+        self._slots_filled += tries * self._slots_per_try(layers)
+        found = refined(deal_in_rounds(load, flat, self.held.shape[1]), load, self._close, _TURNS_PER_TRY)
         peaks = found.peak.max(-1).reshape(len(layers), tries)
         best = peaks.argmin(-1)
-        better = peaks[row, best] < self._peak[layers] - HAIR
-        self._idle[layers] = np.where(better, 0, self._idle[layers] + tries)
+        better = peaks[row, best] < self._peak[layers] - LOAD_TOLERANCE
+        self._tries_without_gain[layers] = np.where(better, 0, self._tries_without_gain[layers] + tries)
         self._peak[layers] = np.where(better, peaks[row, best], self._peak[layers])
         self.held[layers[better]] = found.held[(row * tries + best)[better]]
 
 
-def refined(held: np.ndarray, relative: np.ndarray, close: float, turns: int | None = None) -> Packed:
+def refined(held: np.ndarray, relative: np.ndarray, close: float, turns: int | None = None) -> SlotLoads:
     """A placement after swaps of slots, see ``refine``.
 
     A layer is done at the packing bound of its copies, or at 1 + ``close`` if that is higher.
     """
-    packed = Packed.of(held, relative)
+    packed = SlotLoads.of_placement(held, relative)
     shares = packed.slots.reshape(*packed.slots.shape[:2], -1)
     bound = np.max([packing_bound(window, held.shape[1]) for window in shares], 0)
     refine(packed, np.maximum(bound * (1 + 1e-9), 1 + close), turns)

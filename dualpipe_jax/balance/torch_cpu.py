@@ -7,7 +7,7 @@ every machine.
 
 import numpy as np
 
-_SMALL = 16
+_SORT_THRESHOLD = 16
 """The length of pieces at which std::sort stops partitioning. It then sorts the whole by insertion, which
 keeps equal items in order."""
 
@@ -21,15 +21,15 @@ def sort_descending(weights: np.ndarray) -> np.ndarray:
     Equal items come in the order that introsort leaves: median-of-three partitions, then insertion.
     """
     order = np.argsort(-weights, -1, kind="stable")
-    if weights.shape[-1] > _SMALL:
+    if weights.shape[-1] > _SORT_THRESHOLD:
         ordered = np.take_along_axis(weights, order, -1)
         for row in np.flatnonzero((ordered[:, 1:] == ordered[:, :-1]).any(-1)):
-            cut = np.array(_partitioned(weights[row].tolist()))
+            cut = np.array(_introsort_partitions(weights[row].tolist()))
             order[row] = cut[np.argsort(-weights[row, cut], kind="stable")]
     return order
 
 
-def _partitioned(values: list[float]) -> list[int]:
+def _introsort_partitions(values: list[float]) -> list[int]:
     """Indices after all partitions of introsort: pieces in falling order of their values, each unsorted inside.
 
     A piece that 2 log2 n partitions in a row have not made small is sorted by a heap.
@@ -38,25 +38,25 @@ def _partitioned(values: list[float]) -> list[int]:
     left = [(0, len(values), 2 * (len(values).bit_length() - 1))]
     while left:
         first, last, depth = left.pop()
-        if last - first > _SMALL and depth:
+        if last - first > _SORT_THRESHOLD and depth:
             cut = _partition(values, at, first, last)
             left += [(first, cut, depth - 1), (cut, last, depth - 1)]
-        elif last - first > _SMALL:
-            at[first:last] = _by_heap(values, at[first:last])
+        elif last - first > _SORT_THRESHOLD:
+            at[first:last] = _heap_sort(values, at[first:last])
     return at
 
 
-def _by_heap(values: list[float], heap: list[int]) -> list[int]:
+def _heap_sort(values: list[float], heap: list[int]) -> list[int]:
     """Indices sorted by a heap with the least value on top, so that the largest value comes first."""
     for top in reversed(range(len(heap) // 2)):
-        _sift(values, heap, top, len(heap), heap[top])
+        _adjust_heap(values, heap, top, len(heap), heap[top])
     for end in reversed(range(1, len(heap))):
-        sunk, heap[end] = heap[end], heap[0]
-        _sift(values, heap, 0, end, sunk)
+        inserted, heap[end] = heap[end], heap[0]
+        _adjust_heap(values, heap, 0, end, inserted)
     return heap
 
 
-def _sift(values: list[float], heap: list[int], top: int, size: int, sunk: int) -> None:
+def _adjust_heap(values: list[float], heap: list[int], top: int, size: int, inserted: int) -> None:
     """Put an index into the heap below ``top``: down along the smaller children to the bottom, then up to its place."""
     hole = top
     while (right := 2 * hole + 2) < size:
@@ -66,10 +66,10 @@ def _sift(values: list[float], heap: list[int], top: int, size: int, sunk: int) 
     if right == size:
         heap[hole] = heap[right - 1]
         hole = right - 1
-    while hole > top and values[heap[(hole - 1) // 2]] > values[sunk]:
+    while hole > top and values[heap[(hole - 1) // 2]] > values[inserted]:
         heap[hole] = heap[(hole - 1) // 2]
         hole = (hole - 1) // 2
-    heap[hole] = sunk
+    heap[hole] = inserted
 
 
 def _partition(values: list[float], at: list[int], first: int, last: int) -> int:

@@ -84,9 +84,9 @@ def count_traffic(source: ArrayLike, target: ArrayLike, layout: Layout) -> Traff
         )
     tokens, size = len(sources), layout.num_devices // layout.num_nodes
     token, own_node = np.arange(tokens), sources // size
-    away = targets // size != own_node[:, None]
-    beside = ~away & (targets != sources[:, None])
-    by_expert = Copies(float(away.sum() / tokens), float(beside.sum() / tokens))
+    other_node = targets // size != own_node[:, None]
+    same_node = ~other_node & (targets != sources[:, None])
+    by_expert = Copies(float(other_node.sum() / tokens), float(same_node.sum() / tokens))
 
     hit = np.zeros((tokens, layout.num_nodes, size), bool)
     hit.reshape(tokens, -1)[token[:, None], targets] = True
