@@ -8,7 +8,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_ROOM_OF = {
+_PACKAGE_OF = {
     name: "dualpipe_jax.engine"
     for name in (
         "At",
@@ -36,13 +36,13 @@ _ROOM_OF = {
     "split_vjp": "dualpipe_jax.split",
 }
 
-__all__ = sorted(_ROOM_OF)
+__all__ = sorted(_PACKAGE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOM_OF:
+    if name not in _PACKAGE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_ROOM_OF[name]), name)
+    return getattr(importlib.import_module(_PACKAGE_OF[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         names = f"did you mean {near[0]}?" if near else f"they are {', '.join(COMMANDS)}."
         return _fail(f"dualpipe has no command {given[0]!r}; {names} dualpipe --help says what each does.", 2)
     if not given or given[0] not in COMMANDS:
-        _refer(given)
+        _print_help_or_error(given)
     return _run(options_of(given[0]), given[0], given[1:])
 
 
@@ -65,7 +65,7 @@ def options_of(name: str) -> Callable[..., Any]:
     return found
 
 
-def _refer(given: list[str]) -> None:
+def _print_help_or_error(given: list[str]) -> None:
     """Print the help, or what is wrong with the arguments; always exits."""
     import tyro
 
@@ -86,14 +86,14 @@ def _refer(given: list[str]) -> None:
     )
 
 
-def _run(asked: Callable[..., Any], name: str, given: list[str]) -> int:
+def _run(options_class: Callable[..., Any], name: str, given: list[str]) -> int:
     from dualpipe_jax.command.line import read
     from dualpipe_jax.command.options import Died, NothingFits
     from dualpipe_jax.command.output import told_if_long
     from dualpipe_jax.schedule import ScheduleError
 
     try:
-        options = read(asked, f"dualpipe {name}", given)
+        options = read(options_class, f"dualpipe {name}", given)
         with told_if_long(f"dualpipe {name}: at work") if name in SILENT else contextlib.nullcontext():
             status = options.run()
         sys.stdout.flush()

@@ -233,16 +233,16 @@ def staged(model: PipelineModel, num_stages: int, *, has_aux: bool = False) -> S
         del x
         return middle(own, shared, model.embed(shared["embed"], at.batch["inputs"]), at)
 
-    def ends(out: Out, shared: Tree, at: At) -> Out:
+    def with_loss(out: Out, shared: Tree, at: At) -> Out:
         if "targets" not in at.batch:
             return out
         return out._replace(losses={"loss": head_loss(shared["head"], out.x, at.batch["targets"])})
 
     def last(own: Tree, shared: Tree, x: Tree, at: At) -> Out:
-        return ends(middle(own, shared, x, at), shared, at)
+        return with_loss(middle(own, shared, x, at), shared, at)
 
     def only(own: Tree, shared: Tree, x: Tree, at: At) -> Out:
-        return ends(first(own, shared, x, at), shared, at)
+        return with_loss(first(own, shared, x, at), shared, at)
 
     if num_stages == 1:
         return StagedModel({"only": only}, ("only",))
@@ -269,14 +269,14 @@ def checked_output(kind: str, value: Any) -> Out:
                 f"{_kind_of_value(getattr(value, name))}."
             )
     for name, loss in value.losses.items():
-        if not _is_of(loss, jnp.floating) or jnp.shape(loss) != ():
+        if not _has_dtype(loss, jnp.floating) or jnp.shape(loss) != ():
             raise TypeError(
                 f"{what} must return each loss as a floating scalar, the mean over its examples; "
                 f"losses[{name!r}] is {_kind_of_value(loss)}."
             )
     for name, metric in value.metrics.items():
         for leaf in jax.tree.leaves(metric):
-            if not _is_of(leaf, jnp.number):
+            if not _has_dtype(leaf, jnp.number):
                 raise TypeError(
                     f"{what} returned {_kind_of_value(leaf)} in metrics[{name!r}]: metrics are numbers, summed over "
                     "microbatches and stages. For how often a bool was true return it .astype(jnp.int32)."
@@ -284,7 +284,7 @@ def checked_output(kind: str, value: Any) -> Out:
     return value
 
 
-def _is_of(value: Any, dtypes: Any) -> bool:
+def _has_dtype(value: Any, dtypes: Any) -> bool:
     number = hasattr(value, "dtype") or isinstance(value, complex | float | int)
     return number and jnp.issubdtype(jnp.result_type(value), dtypes)
 

@@ -112,7 +112,7 @@ def pure_nnx(create: Callable[[nnx.Rngs], nnx.Module], *, evaluate: bool = False
         )
     dropouts = [] if evaluate else _live_dropouts(module)
     module.eval()
-    still = nnx.split(module)[0]
+    eval_graph = nnx.split(module)[0]
     kinds = [(path, isinstance(variable, nnx.RngKey)) for path, variable in nnx.to_flat_state(streams)]
 
     def init(key: Array) -> Tree:
@@ -132,7 +132,7 @@ def pure_nnx(create: Callable[[nnx.Rngs], nnx.Module], *, evaluate: bool = False
                 node = node.setdefault(name, {})
             own = jax.random.key(0) if key is None else jax.random.fold_in(key, number)
             node[path[-1]] = own if is_key else jnp.uint32(0)
-        return nnx.merge(still if key is None else graph, params, started)(*args)
+        return nnx.merge(eval_graph if key is None else graph, params, started)(*args)
 
     return Pure(init, apply)
 

@@ -18,7 +18,7 @@ GRADIENT_SUM = "dualpipe_gradient_sum"
 """The ``checkpoint_name`` of zeros that ``split`` may replace by a sum."""
 
 
-def gradient_sum(shape: tuple[int, ...], beside: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
+def gradient_sum(shape: tuple[int, ...], varying_like: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
     """Zeros to which a kernel, or ``at[...].add`` part by part, adds a parameter's gradient in place.
 
     A pipeline's step puts the sum in their place if it has their dtype and if the kernel's result is used
@@ -26,7 +26,7 @@ def gradient_sum(shape: tuple[int, ...], beside: jax.Array, dtype: Any = jnp.flo
 
     Args:
       shape: the shape of the gradient.
-      beside: another argument of the kernel; in a shard_map, zeros vary over the axes that it varies over.
+      varying_like: another argument of the kernel; in a shard_map, zeros vary over the axes that it varies over.
       dtype: the dtype of the kernel's sum.
     """
-    return checkpoint_name(vary(jnp.zeros(shape, dtype), varying_axes(beside)), GRADIENT_SUM)
+    return checkpoint_name(vary(jnp.zeros(shape, dtype), varying_axes(varying_like)), GRADIENT_SUM)

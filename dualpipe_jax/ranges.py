@@ -33,16 +33,16 @@ def out_of_range(options: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tup
         if dataclasses.is_dataclass(value):
             yield from out_of_range(value, where)
         elif value is not None:
-            yield from ((where, value, why) for why in _broken(hints[field.name], value))
+            yield from ((where, value, why) for why in _violations(hints[field.name], value))
 
 
-def _broken(hint: Any, value: Any) -> Iterator[str]:
+def _violations(hint: Any, value: Any) -> Iterator[str]:
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         for part in typing.get_args(hint):
-            yield from _broken(part, value)
+            yield from _violations(part, value)
     elif typing.get_origin(hint) is Annotated:
         inner, *notes = typing.get_args(hint)
-        yield from _broken(inner, value)
+        yield from _violations(inner, value)
         for note in notes:  # "not value >= ..." below, since NaN must be outside every range
             match note:
                 case Ge(ge=least) if not value >= least:  # type: ignore[operator]

@@ -18,7 +18,7 @@ from dualpipe_jax.schedule.names import SCHEDULES, find, is_known, make
 Count = AtLeastOne | None
 Shard = Literal["nothing", "optimizer", "parameters"]
 Remat = Literal["none", "keys", "local", "wide", "all"]
-ROOM: Mapping[str, float | None] = {"dropless": None, "capacity": 2.0}
+DEFAULT_CAPACITY_FACTOR: Mapping[str, float | None] = {"dropless": None, "capacity": 2.0}
 """The default of ``capacity_factor`` for each ``dispatch``, in multiples of an even load; None: nothing is dropped."""
 BOUNDED = 1.25
 """The ``capacity_factor``, in multiples of an even load, to take where room for all tokens does not fit into
@@ -102,7 +102,9 @@ class StepOptions:
     @property
     def room(self) -> float | None:
         """``capacity_factor`` or its default, in multiples of an even load; None: room for all that can ever come."""
-        return ROOM[self.dispatch] if self.capacity_factor is None else self.capacity_factor
+        return (
+            DEFAULT_CAPACITY_FACTOR[self.dispatch] if self.capacity_factor is None else self.capacity_factor
+        )
 
     @property
     def num_microbatches(self) -> int:
@@ -111,10 +113,10 @@ class StepOptions:
 
     @property
     def batch(self) -> int:
-        return self.parts if self.microbatch_size is None else self.microbatch_size
+        return self.devices_per_microbatch if self.microbatch_size is None else self.microbatch_size
 
     @property
-    def parts(self) -> int:
+    def devices_per_microbatch(self) -> int:
         """The number of devices that share a microbatch."""
         return self.dp * self.ep
 
@@ -125,7 +127,7 @@ class StepOptions:
     @property
     def layout(self) -> str:
         """The mesh in words: "pp 16 x ep 64", or "dp 2 x pp 16 x ep 64" with replicas."""
-        return ("" if self.dp == 1 else f"dp {self.dp} x ") + f"pp {self.pp} x ep {self.experts_on}"
+        return ("" if self.dp == 1 else f"dp {self.dp} x ") + f"pp {self.pp} x ep {self.ep_in_words}"
 
     @property
     def schedule_in_words(self) -> str:
@@ -135,7 +137,7 @@ class StepOptions:
         )
 
     @property
-    def experts_on(self) -> str:
+    def ep_in_words(self) -> str:
         """The devices of the expert axis in words: "64", or "64 (8 nodes x 8)" on several nodes."""
         nodes = self.ep_nodes
         return str(self.ep) if nodes == 1 else f"{self.ep} ({nodes} nodes x {self.ep // nodes})"
@@ -161,9 +163,9 @@ class StepOptions:
                 f"--ep {self.ep} --ep-nodes {self.ep_nodes}: as many devices on each node; give a number of nodes that "
                 "divides --ep"
             )
-        if self.batch % self.parts:
+        if self.batch % self.devices_per_microbatch:
             whose = f"--ep {self.ep}" if self.dp == 1 else f"--dp {self.dp} x --ep {self.ep}"
-            near = self.parts * max(1, self.batch // self.parts)
+            near = self.devices_per_microbatch * max(1, self.batch // self.devices_per_microbatch)
             raise ValueError(
                 f"--microbatch-size {self.batch}: {whose} devices must share it equally, try {near}"
             )

@@ -43,14 +43,14 @@ def busiest_link(groups: np.ndarray, shape: Shape) -> float:
     _, size, dims = groups.shape
     at = np.repeat(groups, size, axis=1).reshape(-1, dims)
     to = np.tile(groups, (1, size, 1)).reshape(-1, dims)
-    return busiest_way(at, to, shape) / size
+    return max_link_messages(at, to, shape) / size
 
 
-def busiest_way(sources: np.ndarray, targets: np.ndarray, shape: Shape) -> float:
+def max_link_messages(sources: np.ndarray, targets: np.ndarray, shape: Shape) -> float:
     """The number of messages that cross the busiest link when all are sent at once, on the paths of ``busiest_link``.
 
     >>> here = np.array([[0, 0, 0], [1, 0, 0], [2, 0, 0]])
-    >>> busiest_way(here, here + [1, 0, 0], (8, 8, 16)), busiest_way(here, here + [3, 0, 0], (8, 8, 16))
+    >>> max_link_messages(here, here + [1, 0, 0], (8, 8, 16)), max_link_messages(here, here + [3, 0, 0], (8, 8, 16))
     (1.0, 3.0)
 
     Args:
@@ -91,7 +91,7 @@ def near_order(shape: Shape, inner: int, outer: int = 1) -> np.ndarray | None:
       int [chips, dims], coordinates; None if no boxes of these sizes fill the torus.
     """
     found = [
-        (_busy(small, large, shape), [-size for size in (*large, *small)], small, large)
+        (_load_of_boxes(small, large, shape), [-size for size in (*large, *small)], small, large)
         for large in _boxes(shape, inner * outer)
         for small in _boxes(large, inner)
     ]
@@ -99,17 +99,19 @@ def near_order(shape: Shape, inner: int, outer: int = 1) -> np.ndarray | None:
         return None
     *_, small, large = min(found)
     places = np.indices(shape).reshape(len(shape), -1).T
-    keys = [*_digits(places % small), *_digits(places % large // small)]
-    keys += _digits(_to_and_fro(places // large, tuple(s // b for s, b in zip(shape, large, strict=True))))
+    keys = [*_sort_keys(places % small), *_sort_keys(places % large // small)]
+    keys += _sort_keys(
+        _snake_order(places // large, tuple(s // b for s, b in zip(shape, large, strict=True)))
+    )
     return np.asarray(places[np.lexsort(keys)])
 
 
-def _digits(places: np.ndarray) -> list[np.ndarray]:
+def _sort_keys(places: np.ndarray) -> list[np.ndarray]:
     """The coordinates along each dim as keys of ``np.lexsort``: the first dim varies fastest."""
     return list(places.T)
 
 
-def _to_and_fro(boxes: np.ndarray, counts: Shape) -> np.ndarray:
+def _snake_order(boxes: np.ndarray, counts: Shape) -> np.ndarray:
     turned = boxes.copy()
     before = np.zeros(len(boxes), int)  # the number of rows of boxes before this one
     for dim in reversed(range(len(counts))):
@@ -123,10 +125,10 @@ def _boxes(shape: Shape, size: int) -> Iterator[Shape]:
     return (box for box in itertools.product(*sides) if math.prod(box) == size)
 
 
-def _busy(small: Shape, large: Shape, shape: Shape) -> float:
+def _load_of_boxes(small: Shape, large: Shape, shape: Shape) -> float:
     """The load of the busiest link, summed over the two all-to-alls of a large box (see ``near_order``)."""
     places = np.indices(large).reshape(len(shape), -1).T
-    order = places[np.lexsort([*_digits(places % small), *_digits(places // small)])]
+    order = places[np.lexsort([*_sort_keys(places % small), *_sort_keys(places // small)])]
     groups = order.reshape(-1, math.prod(small), len(shape))
     hops: Sequence[np.ndarray] = (groups, groups.swapaxes(0, 1))
     return sum(busiest_link(hop, shape) for hop in hops)

@@ -377,7 +377,7 @@ def _keys_and_values_bwd(
     dc_BSC, dk_BSR = jnp.split(jnp.einsum("bhsy,chy->bsc", dk_BHSY, w_CHY), [C], axis=-1)
     outer = functools.partial(jnp.einsum, "bsc,bhsx->chx", c_BSC, preferred_element_type=jnp.float32)
     # The parts are added to the sum one by one: concatenating them first would copy them twice.
-    dw_CHX = gradient_sum((*w_CHV.shape[:2], N + w_CHV.shape[2]), beside=c_BSC)
+    dw_CHX = gradient_sum((*w_CHV.shape[:2], N + w_CHV.shape[2]), varying_like=c_BSC)
     dw_CHX = dw_CHX.at[..., :N].add(outer(dk_BHSY[..., :N])).at[..., N:].add(outer(dv_BHSV))
     dw_CHX = dw_CHX.astype(w_CHV.dtype)
     return dc_BSC + jnp.einsum("bhsv,chv->bsc", dv_BHSV, w_CHV), dk_BSR, dw_CHX, None, None
@@ -408,7 +408,7 @@ def _from_heads_fwd(out_BHSV: Array, w_XD: Array) -> tuple[Array, tuple[Array, A
 def _from_heads_bwd(saved: tuple[Array, Array], dy_BSD: Array) -> tuple[Array, Array]:
     out_BHSV, w_XD = saved
     _, H, _, V = out_BHSV.shape
-    dw_HVD = gradient_sum(w_XD.shape, beside=out_BHSV).reshape(H, V, -1)
+    dw_HVD = gradient_sum(w_XD.shape, varying_like=out_BHSV).reshape(H, V, -1)
     dw_HVD += jnp.einsum("bhsv,bsd->hvd", out_BHSV, dy_BSD, preferred_element_type=jnp.float32)
     dout_BHSV = jnp.einsum("bsd,hvd->bhsv", dy_BSD, w_XD.reshape(H, V, -1))
     return dout_BHSV, dw_HVD.reshape(w_XD.shape).astype(w_XD.dtype)

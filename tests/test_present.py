@@ -86,7 +86,7 @@ def test_other_numbers():
     assert numbers.gib(14 * 2**30) == "14.00"
     shares = {None: "?", -1e-9: "0.0 %", 0.4894: "48.9 %", 1: "100.0 %"}
     assert {share: numbers.percent(share) for share in shares} == shares
-    assert numbers.together([0, 1, 2, 3, 8, 12, 13]) == "0-3 8 12-13"
+    assert numbers.as_ranges([0, 1, 2, 3, 8, 12, 13]) == "0-3 8 12-13"
     assert Units("ms", "B").size(2**30) == "1 GiB" and Units("ms").of_time("makespan") == "makespan, ms"
 
 

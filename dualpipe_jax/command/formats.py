@@ -11,7 +11,7 @@ from typing import Any, Literal
 from dualpipe_jax.command.given import ENTRY, Share
 from dualpipe_jax.command.options import CommandError, check_files
 from dualpipe_jax.command.output import in_terminal, say_written
-from dualpipe_jax.present.numbers import number, percent, together
+from dualpipe_jax.present.numbers import as_ranges, number, percent
 from dualpipe_jax.present.table import Table
 from dualpipe_jax.schedule import MemoryModel, Timeline
 from dualpipe_jax.schedule.blame import Link
@@ -96,7 +96,7 @@ def summary(timeline: Timeline, share: Share) -> tuple[str, Table]:
         line += f", memory {units.size(max(memory))}"
     memory_title = [units.of_memory("memory")] if counted else []
     head = "ranks", units.of_time("idle"), "of the step", "activations", *memory_title
-    return line, Table(head, tuple((together(ranks), *cells) for cells, ranks in rows.items()))
+    return line, Table(head, tuple((as_ranges(ranks), *cells) for cells, ranks in rows.items()))
 
 
 def _text(timeline: Timeline, share: Share) -> str:

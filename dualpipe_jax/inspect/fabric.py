@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dualpipe_jax.torus import Shape, busiest_link, busiest_way
+from dualpipe_jax.torus import Shape, busiest_link, max_link_messages
 
 Groups = tuple[tuple[int, ...], ...]
 """Numbers of the devices that take part together; of permutes each pair of a source and a target."""
@@ -112,4 +112,4 @@ def _busiest(shape: Shape, places: tuple[tuple[int, ...], ...], groups: Groups) 
 @functools.lru_cache
 def _passing(shape: Shape, places: tuple[tuple[int, ...], ...], pairs: Groups) -> float:
     ends = np.asarray(places)[np.asarray(pairs)]
-    return busiest_way(ends[:, 0], ends[:, 1], shape)
+    return max_link_messages(ends[:, 0], ends[:, 1], shape)

@@ -273,7 +273,7 @@ def _outer_by_megablox(interpret: bool, x_RD: Array, dy_RF: Array, sizes_G: Arra
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     tiles, shape = _tiles(x_RD.shape, dy_RF.shape[1]), (len(sizes_G), x_RD.shape[1], dy_RF.shape[1])
-    so_far = gradient_sum(shape, beside=x_RD)
+    so_far = gradient_sum(shape, varying_like=x_RD)
     with jax.numpy_dtype_promotion("standard"):
         return tgmm(x_RD.T, dy_RF, sizes_G, jnp.float32, tiles, existing_out=so_far, interpret=interpret)
 

@@ -169,7 +169,7 @@ def gradient(tiles: Tiles, x_RD: Array, dy_RF: Array, sizes_G: Array, *, emulate
     shape = len(sizes_G), x_RD.shape[1], dy_RF.shape[1]
     x_RD, dy_RF = _rows(x_RD), _rows(dy_RF)
     padded = *shape[:1], x_RD.shape[1], dy_RF.shape[1]
-    so_far = gradient_sum(shape, beside=x_RD)
+    so_far = gradient_sum(shape, varying_like=x_RD)
     if padded != shape:  # a padded sum is another array, so nothing is added in place
         so_far = _padded(so_far, tuple(p - s for p, s in zip(padded, shape, strict=True)))
     given = x_RD, dy_RF, sizes_G, so_far

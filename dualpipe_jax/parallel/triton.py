@@ -118,7 +118,7 @@ def gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, *, interpret: bool = Fal
       float32 [G, D, F].
     """
     run = _bound(_gradient, _How(False, _tiles(x_RD.dtype), _exact(), interpret))
-    so_far = gradient_sum((len(sizes_G), x_RD.shape[1], dy_RF.shape[1]), beside=x_RD)
+    so_far = gradient_sum((len(sizes_G), x_RD.shape[1], dy_RF.shape[1]), varying_like=x_RD)
     moved = (x_RD.size + dy_RF.size) * x_RD.dtype.itemsize + 2 * 4 * so_far.size
     return once(run, _cost(x_RD, dy_RF.shape[1], moved), x_RD, dy_RF, sizes_G, so_far)
 

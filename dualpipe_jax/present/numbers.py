@@ -113,7 +113,7 @@ def percent(share: float | None) -> str:
     return "?" if share is None else f"{round(100 * share, 1) + 0.0:.1f} %"
 
 
-def together(numbers: Sequence[int]) -> str:
+def as_ranges(numbers: Sequence[int]) -> str:
     """Ascending numbers as ranges: 0-3 8 12-15."""
     runs: list[list[int]] = []
     for value in numbers:

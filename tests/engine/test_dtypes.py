@@ -194,7 +194,7 @@ def test_a_kernel_adds_gradients_to_their_sum(schedule, options):
     def backward(saved, dy):
         x, w = saved
         rows, d_rows = (a.reshape(-1, a.shape[-1]) for a in (x, dy))
-        return dy @ w.T, gradient_sum(w.shape, beside=x) + rows.T @ d_rows
+        return dy @ w.T, gradient_sum(w.shape, varying_like=x) + rows.T @ d_rows
 
     product.defvjp(lambda x, w: (x @ w, (x, w)), backward)
 

@@ -25,7 +25,7 @@ def product(x, w):
 
 def backward(saved, dy):
     x, w = saved
-    made = gradient_sum(w.shape, beside=x) + jnp.matmul(x.T, dy, preferred_element_type=jnp.float32)
+    made = gradient_sum(w.shape, varying_like=x) + jnp.matmul(x.T, dy, preferred_element_type=jnp.float32)
     return dy @ w.T, made.astype(w.dtype)
 
 
@@ -64,14 +64,16 @@ def test_the_sum_stands_where_the_kernel_asked_for_it():
 def in_parts(saved, dy):
     x, w = saved
     outer = lambda part: jnp.matmul(x.T, part, preferred_element_type=jnp.float32)  # noqa: E731
-    made = gradient_sum(w.shape, beside=x).at[:, :3].add(outer(dy[:, :3])).at[:, 3:].add(outer(dy[:, 3:]))
+    made = (
+        gradient_sum(w.shape, varying_like=x).at[:, :3].add(outer(dy[:, :3])).at[:, 3:].add(outer(dy[:, 3:]))
+    )
     return dy @ w.T, made.astype(w.dtype)
 
 
 def in_another_shape(saved, dy):
     x, w = saved
     outer = jnp.einsum("rhv,rd->hvd", x.reshape(-1, 2, 4), dy, preferred_element_type=jnp.float32)
-    made = (gradient_sum(w.shape, beside=x).reshape(2, 4, 8) + outer).reshape(w.shape)
+    made = (gradient_sum(w.shape, varying_like=x).reshape(2, 4, 8) + outer).reshape(w.shape)
     return dy @ w.T, made.astype(w.dtype)
 
 
@@ -96,11 +98,11 @@ def test_no_sum_is_handed_on_through_what_does_more_than_add():
 
     def negative(saved, dy):
         x, w = saved
-        return dy @ w.T, -(gradient_sum(w.shape, beside=x) - x.T @ dy)
+        return dy @ w.T, -(gradient_sum(w.shape, varying_like=x) - x.T @ dy)
 
     def read_twice(saved, dy):
         x, w = saved
-        half = gradient_sum(w.shape, beside=x).at[:, :3].add(x.T @ dy[:, :3])
+        half = gradient_sum(w.shape, varying_like=x).at[:, :3].add(x.T @ dy[:, :3])
         return dy @ w.T + half.sum(), half.at[:, 3:].add(x.T @ dy[:, 3:])
 
     for rule in (negative, read_twice):

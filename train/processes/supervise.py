@@ -134,7 +134,7 @@ def smaller(config: TrainConfig, num_lost: int) -> TrainConfig:
     count, step = config.launch.processes or 1, config.step
     devices = step.num_devices // count
     for left in range(count - max(num_lost, 1), 0, -1):
-        pp, rest = divmod(left * devices, step.parts)
+        pp, rest = divmod(left * devices, step.devices_per_microbatch)
         launch = dataclasses.replace(config.launch, processes=left)
         fewer = dataclasses.replace(
             config, step=dataclasses.replace(step, pp=pp, stage_layers=()), launch=launch
