@@ -64,6 +64,16 @@ Slot = tuple[Action, ...]
 """One action, or an overlapped pair ``(forward, backward)`` of independent microbatches."""
 
 
+def spelt(slot: Slot) -> str:
+    """A slot as text, 3F0 or 7F2+0B0; what is no slot as Python prints it."""
+    return "+".join(map(str, slot)) if type(slot) is tuple else str(slot)
+
+
+def parse_slot(text: str) -> Slot:
+    """Read what ``spelt`` printed. Raises ValueError on anything else."""
+    return tuple(map(Action.parse, text.split("+")))
+
+
 @typechecked
 @dataclasses.dataclass(frozen=True)
 class Placement:

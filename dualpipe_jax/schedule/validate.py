@@ -8,8 +8,8 @@ from typing import NoReturn
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel
 from dualpipe_jax.schedule.dataflow import Value, execution_order, makers, needed_by
-from dualpipe_jax.schedule.formats.text import excerpt, spelt
-from dualpipe_jax.schedule.ir import Action, Op, Schedule, Slot
+from dualpipe_jax.schedule.formats.text import excerpt
+from dualpipe_jax.schedule.ir import Action, Op, Schedule, Slot, spelt
 from dualpipe_jax.schedule.simulate import clock
 
 _RULE = "A stage runs F, then B (or I, later W), and hands over in pipe order."

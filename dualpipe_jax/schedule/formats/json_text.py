@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dualpipe_jax.arguments import typechecked
-from dualpipe_jax.schedule.ir import Action, Placement, Schedule, Slot
+from dualpipe_jax.schedule.ir import Placement, Schedule, Slot, parse_slot, spelt
 
 _ENTRIES = "name", "num_microbatches", "pipes", "orders"
 
@@ -37,7 +37,7 @@ def to_json(schedule: Schedule, more: Mapping[str, Any] | None = None) -> str:
         added = {name: json.dumps(value) for name, value in (more or {}).items()}
     except (TypeError, ValueError) as error:
         raise TypeError(f"to_json: more has what JSON has no form for: {error}") from None
-    orders = (json.dumps(["+".join(map(str, slot)) for slot in order]) for order in schedule.orders)
+    orders = (json.dumps([spelt(slot) for slot in order]) for order in schedule.orders)
     entries = {
         "name": json.dumps(schedule.name),
         "num_microbatches": json.dumps(int(schedule.num_microbatches)),
@@ -98,6 +98,6 @@ def _check_kinds(entries: Mapping[str, Any]) -> None:
 
 def _parse_slot(rank: int, index: int, text: str) -> Slot:
     try:
-        return tuple(map(Action.parse, text.split("+")))
+        return parse_slot(text)
     except ValueError as error:
         raise ValueError(f"from_json: orders[{rank}][{index}]: {error}") from None

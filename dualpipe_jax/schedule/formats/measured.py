@@ -9,7 +9,7 @@ from typing import Any
 
 from dualpipe_jax.present.numbers import Units
 from dualpipe_jax.schedule.formats.json_text import from_json
-from dualpipe_jax.schedule.ir import Action, Placement, Schedule, Slot
+from dualpipe_jax.schedule.ir import Placement, Schedule, Slot, parse_slot
 from dualpipe_jax.schedule.replay import Measured
 from dualpipe_jax.schedule.validate import validate
 
@@ -147,7 +147,7 @@ def _slot(name: Any) -> Slot | None:
     if not isinstance(name, str) or name.count("+") > 1:
         return None
     try:
-        return tuple(map(Action.parse, name.split("+")))
+        return parse_slot(name)
     except ValueError:
         return None
 

@@ -2,11 +2,10 @@
 
 import base64
 import dataclasses
-import functools
-import inspect
+import itertools
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from dualpipe_jax.schedule.blame import Link
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel
 from dualpipe_jax.schedule.formats.colours import COLOURS, NAMES
 from dualpipe_jax.schedule.ir import Op, Schedule, Slot
+from dualpipe_jax.schedule.names import with_finer
 from dualpipe_jax.schedule.recipes import ALL_SCHEDULES, Recipe, dualpipe
 
 RANKS = (2, 3, 4, 6, 8, 12, 16)
@@ -62,7 +62,7 @@ def html_page(
     Returns:
       The page's HTML: a few seconds' work, some hundred kilobytes.
     """
-    recipes = tuple(_finer(ALL_SCHEDULES)) if recipes is None else tuple(recipes)
+    recipes = tuple(with_finer(ALL_SCHEDULES)) if recipes is None else tuple(recipes)
     shown = dualpipe(8, 20) if schedule is None else schedule
     payload = _payload(shown, costs or CostModel(), memory or MemoryModel(), recipes)
     payload["units"] = dataclasses.asdict(units or Units())
@@ -112,17 +112,6 @@ def _payload(
     }
 
 
-def _finer(recipes: Iterable[Recipe]) -> Iterator[Recipe]:
-    """Recipes, and beside each that cuts the model at will what it makes of four stages a rank."""
-    for recipe in recipes:
-        yield recipe
-        if "num_stages_per_rank" in inspect.signature(recipe).parameters:
-            made = functools.partial(recipe, **{"num_stages_per_rank": 4})
-            functools.update_wrapper(made, recipe)
-            made.__name__ = f"{recipe.__name__}, 4 stages a rank"  # type: ignore[attr-defined]
-            yield made
-
-
 def presets() -> list[tuple[str, dict[str, float], str]]:
     """Costs to choose at once: name, values of the sliders, and where they come from.
 
@@ -170,10 +159,9 @@ def _start(name: str, counts: tuple[int, int], costs: CostModel, memory: MemoryM
 
 def _points(num_ranks: int, num_microbatches: int) -> list[tuple[int, int]]:
     """The counts that the page holds: a grid, with a row and a column for the shown schedule's own."""
-    more_ranks = {num_ranks} if num_ranks <= RANKS[-1] else set()
-    more_microbatches = {num_microbatches} if num_microbatches <= MICROBATCHES[-1] else set()
-    grid = {(r, m) for r in {*RANKS, *more_ranks} for m in {*MICROBATCHES, *more_microbatches}}
-    return sorted({*grid, (num_ranks, num_microbatches)})
+    shown = num_ranks, num_microbatches
+    grid = itertools.product({*RANKS, num_ranks}, {*MICROBATCHES, num_microbatches})
+    return sorted(point for point in grid if _small(point) or point == shown)
 
 
 def _small(point: tuple[int, int]) -> bool:

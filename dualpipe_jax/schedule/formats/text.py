@@ -3,11 +3,11 @@
 import itertools
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel
-from dualpipe_jax.schedule.ir import Action, Placement, Schedule, Slot
+from dualpipe_jax.schedule.ir import Placement, Schedule, Slot, parse_slot, spelt
 from dualpipe_jax.schedule.simulate import Timeline, simulate
 
 _HEADER = re.compile(
@@ -135,10 +135,6 @@ def excerpt(schedule: Schedule, around: Mapping[int, int], culprit: int, index: 
     return "\n".join(_labelled(sorted(around), lines))
 
 
-def spelt(slot: Slot) -> str:
-    return "+".join(map(str, slot)) if type(slot) is tuple else str(slot)
-
-
 def _labelled(ranks: Sequence[int], lines: Iterable[str]) -> list[str]:
     width = len(str(max(ranks, default=0)))
     return [f"rank {rank:<{width}}: {line}".rstrip() for rank, line in zip(ranks, lines, strict=True)]
@@ -149,7 +145,12 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return [" ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def _drawn(timeline: Timeline) -> list[str]:
+def scale_of(timeline: Timeline, length: Callable[[Slot], int]) -> float:
+    """Columns to a unit of time, of lines in which each slot has room for so many characters and one more.
+
+    Raises:
+      ValueError: a slot takes no time, or a line would be too long.
+    """
     schedule, costs = timeline.schedule, timeline.costs
     slots = set(itertools.chain.from_iterable(schedule.orders))
     free = next((slot for slot in slots if not costs.of(slot, schedule.placement)), None)
@@ -157,14 +158,18 @@ def _drawn(timeline: Timeline) -> list[str]:
         raise ValueError(
             f"format_grid: {spelt(free)} takes no time under {costs}; to draw time, all costs must be above 0"
         )
-    scale = max(((len(spelt(slot)) + 1) / costs.of(slot, schedule.placement) for slot in slots), default=1.0)
-
+    scale = max(((length(slot) + 1) / costs.of(slot, schedule.placement) for slot in slots), default=1.0)
     width, most = timeline.makespan * scale, most_characters(schedule.num_ranks)
     if width > most:
         raise ValueError(
             f"format_grid: drawn to time under {costs}, a line is {width:.2g} characters long, and of "
             f"{schedule.num_ranks:,} ranks at most {most:,}; let costs differ less, {INSTEAD}"
         )
+    return scale
+
+
+def _drawn(timeline: Timeline) -> list[str]:
+    schedule, scale = timeline.schedule, scale_of(timeline, lambda slot: len(spelt(slot)))
     lines = []
     for row, starts, ends in zip(_spelt(schedule), timeline.starts, timeline.ends, strict=True):
         line = ""
@@ -184,6 +189,6 @@ def column_at(time: float, scale: float) -> int:
 def _parse_line(number: int, line: str) -> tuple[Slot, ...]:
     cells = re.sub(r"^rank\s+\d+\s*:", "", line).split()
     try:
-        return tuple(tuple(map(Action.parse, cell.split("+"))) for cell in cells if cell.strip("."))
+        return tuple(parse_slot(cell) for cell in cells if cell.strip("."))
     except ValueError as error:
         raise ValueError(f"parse_grid: line {number}: {error}") from None

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import inspect
 import math
 import random
 from collections.abc import Iterable, Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 from dualpipe_jax.schedule.costs import stages_a_share
 from dualpipe_jax.schedule.ir import Placement, Schedule
+from dualpipe_jax.schedule.names import with_finer
 from dualpipe_jax.schedule.optimize.finds import Finds, Rung, Tried, distinct
 from dualpipe_jax.schedule.optimize.greedy import Policy, play_greedily
 from dualpipe_jax.schedule.optimize.terms import Terms
@@ -30,17 +30,12 @@ _KNOBS: dict[str, tuple[Any, ...]] = {
 }
 """What policies are drawn from."""
 
-_FINER = 4
-"""Stages a rank of the finer cut of recipes that take a number of them."""
-
 
 def served(recipes: Iterable[Recipe], num_ranks: int, num_microbatches: int) -> Iterator[Schedule]:
     """The schedules of those recipes that serve the counts; of those that can be cut finer, that too."""
-    for recipe in recipes:
+    for recipe in with_finer(recipes):
         with contextlib.suppress(ValueError):
             yield recipe(num_ranks, num_microbatches)
-            if "num_stages_per_rank" in inspect.signature(recipe).parameters:
-                yield recipe(num_ranks, num_microbatches, num_stages_per_rank=_FINER)  # type: ignore[call-arg]
 
 
 class Policies:
