@@ -53,11 +53,10 @@ def why_idle(timeline: Timeline, rank: int, time: float) -> list[Link]:
     if following is None or (following and ends[following - 1] > time):
         return []
     idle_since = ends[following - 1] if following else 0.0
-    chain = _chain(timeline, (rank, following))
-    links = []
-    for link in chain:
+    links: list[Link] = []
+    for link in _chain(timeline, (rank, following)):
         links.append(link)
-        if len(links) > 1 and link.start <= idle_since + _hair(timeline):
+        if len(links) > 1 and link.start <= idle_since + HAIR * timeline.makespan:
             break
     return links
 
@@ -97,7 +96,7 @@ def _chain(timeline: Timeline, first: _Place) -> Iterator[Link]:
         yield Link(rank, timeline.schedule.orders[rank][index], start, timeline.ends[rank][index], sent)
         place, sent = None, False
         for (other, at), delay, crosses in _waits(timeline, made_at, (rank, index)):
-            if timeline.ends[other][at] + delay >= start - _hair(timeline) and start > 0:
+            if timeline.ends[other][at] + delay >= start - HAIR * timeline.makespan and start > 0:
                 place, sent = (other, at), crosses
                 break
 
@@ -118,7 +117,3 @@ def _waits(
         before = schedule.orders[rank][index - 1]
         found.append(((rank, index - 1), send_hold(schedule.placement, before, costs), False))
     return found
-
-
-def _hair(timeline: Timeline) -> float:
-    return HAIR * timeline.makespan

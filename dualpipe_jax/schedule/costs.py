@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Self
 
 from dualpipe_jax.arguments import typechecked
-from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
+from dualpipe_jax.schedule.ir import Op, Placement, Schedule, Slot
 
 HAIR = 1e-9
 """Times, and sizes, that differ by less than this share of them are the same: sums in another order."""
@@ -117,15 +117,13 @@ class CostModel:
     def of(self, slot: Slot, placement: Placement) -> float:
         """Duration of a slot: FB for a pair, else that of its one action; and what its stages cost more."""
         cost = self.FB if len(slot) == 2 else self._alone[slot[0].op]
-        return cost + sum(self._more_of(placement, action) for action in slot) if self.extra else cost
+        if not self.extra:
+            return cost
+        return cost + sum(_by_op(*self.more(placement, stage))[op] for stage, op, _ in slot)
 
     @functools.cached_property
     def _alone(self) -> Mapping[Op, float]:
-        return {Op.F: self.F, Op.B: self.B, Op.I: self.I, Op.W: self.W}
-
-    def _more_of(self, placement: Placement, action: Action) -> float:
-        f, i, w = self.more(placement, action.stage)
-        return {Op.F: f, Op.B: i + w, Op.I: i, Op.W: w}[action.op]
+        return _by_op(self.F, self.I, self.W)
 
     def divided(self, parts: float) -> Self:
         """Costs of a stage that holds 1/parts of the layers. Sends and extras stay: their size is the same."""
@@ -211,6 +209,10 @@ class MemoryModel:
             Op.I: (self.stash, self.residual_i),
             Op.W: (0.0, self.owed + self.stash),
         }
+
+
+def _by_op(f: float, i: float, w: float) -> Mapping[Op, float]:
+    return {Op.F: f, Op.B: i + w, Op.I: i, Op.W: w}
 
 
 def stages_a_share(placement: Placement) -> float:

@@ -15,12 +15,10 @@ Orders = Sequence[Sequence[Slot]]
 """The slots of each rank, in order: ``Schedule.orders``, or a piece of them."""
 
 
-def made_by(action: Action) -> Value | None:
-    """The value that others may need from an action; None for a W."""
+def made_by(action: Action) -> tuple[Value, ...]:
+    """The value that others may need from an action; none from a W."""
     stage, op, microbatch = action
-    if op is Op.W:
-        return None
-    return ("y" if op is Op.F else "dx", stage, microbatch)
+    return () if op is Op.W else (("y" if op is Op.F else "dx", stage, microbatch),)
 
 
 def needed_by(placement: Placement, action: Action) -> tuple[Value, ...]:
@@ -40,8 +38,8 @@ def makers(orders: Orders) -> dict[Value, tuple[int, int]]:
         value: (rank, index)
         for rank, order in enumerate(orders)
         for index, slot in enumerate(order)
-        for value in map(made_by, slot)
-        if value is not None
+        for action in slot
+        for value in made_by(action)
     }
 
 
@@ -69,8 +67,8 @@ def execution_order(
                 break
             ran.append((rank, at[rank]))
             at[rank] += 1
-            for value in map(made_by, slot):
-                if value is not None:
+            for action in slot:
+                for value in made_by(action):
                     exists.add(value)
                     ready += waiting.pop(value, ())
     return ran

@@ -1,7 +1,7 @@
 """Where two schedules part: rank by rank, in order and in time."""
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
 
 from dualpipe_jax.schedule.costs import HAIR
 from dualpipe_jax.schedule.ir import Slot
@@ -45,28 +45,23 @@ def partings(one: Timeline, other: Timeline) -> list[Parting]:
             f"partings: {names} place their stages differently, {placements[0].pipes} and {placements[1].pipes}, so "
             "that no slot of one is one of the other; give schedules of the same placement"
         )
-    return [found for rank in range(one.schedule.num_ranks) for found in _of_a_rank(one, other, rank)]
+    found = (_of_a_rank(one, other, rank) for rank in range(one.schedule.num_ranks))
+    return [parting for parting in found if parting is not None]
 
 
-def _of_a_rank(one: Timeline, other: Timeline, rank: int) -> Iterator[Parting]:
+def _of_a_rank(one: Timeline, other: Timeline, rank: int) -> Parting | None:
     hair = HAIR * max(one.makespan, other.makespan)
     runs = [
         list(zip(line.schedule.orders[rank], line.starts[rank], line.ends[rank], strict=True))
         for line in (one, other)
     ]
-    index = time = None
-    for at in range(max(map(len, runs))):
-        here, there = (run[at] if at < len(run) else None for run in runs)
+    time = None
+    for index, (here, there) in enumerate(itertools.zip_longest(*runs)):
         same = here is not None and there is not None and here[0] == there[0]
-        near = here and there and max(abs(here[1] - there[1]), abs(here[2] - there[2])) <= hair
-        if time is None and not (same and near):
-            moments = [moment for slot in (here, there) if slot for moment in slot[1:]]
-            starts = [slot[1] for slot in (here, there) if slot]
-            in_step = same and abs(starts[0] - starts[1]) <= hair  # only the ends differ
-            time = sorted(moments)[2] if in_step else min(starts)
+        _, starts, ends = zip(*filter(None, (here, there)), strict=True)
+        together = same and max(starts) - min(starts) <= hair
+        if time is None and not (together and max(ends) - min(ends) <= hair):
+            time = min(ends if together else starts)
         if not same:
-            index = at
-            yield Parting(rank, at, here and here[0], there and there[0], time)
-            return
-    if time is not None:
-        yield Parting(rank, index, None, None, time)
+            return Parting(rank, index, here and here[0], there and there[0], time)
+    return None if time is None else Parting(rank, None, None, None, time)

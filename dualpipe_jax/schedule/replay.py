@@ -215,13 +215,13 @@ class Replay:
     def units(self) -> tuple[Unit, ...]:
         """Kinds of units by stage, those first that differ most, all their slots together."""
         placement, costs = self.simulated.schedule.placement, self.simulated.costs
-        times: dict[tuple[str, tuple[int, ...]], list[float]] = defaultdict(list)
-        slots: dict[tuple[str, tuple[int, ...]], Slot] = {}
+        times: dict[Slot, list[float]] = defaultdict(list)
         for _, slot, start, end in self.measured.slots():
-            key = kind_of(slot), tuple(action.stage for action in slot)
-            times[key].append(end - start)
-            slots[key] = slot
-        units = [Unit(*key, tuple(took), costs.of(slots[key], placement)) for key, took in times.items()]
+            times[tuple(action._replace(microbatch=0) for action in slot)].append(end - start)
+        units = [
+            Unit(kind_of(slot), tuple(stage for stage, _, _ in slot), tuple(took), costs.of(slot, placement))
+            for slot, took in times.items()
+        ]
         return tuple(sorted(units, key=lambda unit: -abs(unit.difference)))
 
     @property

@@ -31,21 +31,12 @@ class Timeline:
       costs: the durations of its actions; times are in their unit.
       starts: ``starts[rank][index]`` is when slot ``orders[rank][index]`` started; the step starts at 0.
       ends: likewise, when it ended.
-      peak_activations: the most (stage, microbatch) pairs live at once on a rank, each from the start of
-        its F to the end of its I or B.
-      peak_weight_stashes: the most weight gradients owed at once, each from the end of an I to the end
-        of its W. A full backward owes none.
-      peak_inputs: the most (stage, microbatch) pairs whose inputs are kept, from the start of F to the end
-        of B or W: what is live or owed together.
     """
 
     schedule: Schedule
     costs: CostModel
     starts: tuple[tuple[float, ...], ...]
     ends: tuple[tuple[float, ...], ...]
-    peak_activations: tuple[int, ...]
-    peak_weight_stashes: tuple[int, ...]
-    peak_inputs: tuple[int, ...]
 
     @functools.cached_property
     def makespan(self) -> float:
@@ -70,9 +61,32 @@ class Timeline:
         makespan = self.makespan
         return sum(self.idle) / (self.schedule.num_ranks * makespan) if makespan else 0.0
 
+    @functools.cached_property
+    def peak_activations(self) -> tuple[int, ...]:
+        """The most (stage, microbatch) pairs live at once, each from the start of its F to the end of its I or B."""
+        return self._most_of(MemoryModel(residual_i=1))
+
+    @functools.cached_property
+    def peak_weight_stashes(self) -> tuple[int, ...]:
+        """The most weight gradients owed at once, each from an I to the end of its W; a full backward owes none."""
+        return self._most_of(MemoryModel(residual_i=0, stash=1))
+
+    @functools.cached_property
+    def peak_inputs(self) -> tuple[int, ...]:
+        """The most (stage, microbatch) pairs whose inputs are kept, each from the start of F to the end of B or W."""
+        return self._most_of(MemoryModel(residual_i=0, boundary=1))
+
+    def _most_of(self, counted: MemoryModel) -> tuple[int, ...]:
+        return tuple(map(int, self.memory(counted)))
+
     def memory(self, sizes: MemoryModel | None = None) -> tuple[float, ...]:
         """The most that each rank keeps at once; with no sizes given, its most live activations."""
-        return most_kept(self.schedule, sizes)
+        sizes = MemoryModel() if sizes is None else sizes
+        # What slots take does not matter: a rank runs them one after the other.
+        return tuple(
+            _most(sizes.at_rest(self.schedule.placement, rank), order, sizes)
+            for rank, order in enumerate(self.schedule.orders)
+        )
 
     def memory_over_time(
         self, rank: int, sizes: MemoryModel | None = None
@@ -93,13 +107,6 @@ class Timeline:
                     times.append(time)
                     amounts.append(kept)
         return tuple(times), tuple(amounts)
-
-
-def most_kept(schedule: Schedule, sizes: MemoryModel | None = None) -> tuple[float, ...]:
-    """The most that each rank keeps at once, whatever its slots take: it runs them one after the other."""
-    sizes = MemoryModel() if sizes is None else sizes
-    at_rest = (sizes.at_rest(schedule.placement, rank) for rank in range(schedule.num_ranks))
-    return tuple(_most(kept, order, sizes) for kept, order in zip(at_rest, schedule.orders, strict=True))
 
 
 def _most(kept: float, order: Sequence[Slot], sizes: MemoryModel) -> float:
@@ -148,8 +155,7 @@ def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
             f"simulate: {schedule.name} takes longer than a number can say under {costs}; "
             "give costs in a larger unit of time"
         )
-    peaks = zip(*map(_peaks, schedule.orders), strict=True)
-    return Timeline(schedule, costs, tuple(map(tuple, starts)), tuple(map(tuple, ends)), *peaks)
+    return Timeline(schedule, costs, tuple(map(tuple, starts)), tuple(map(tuple, ends)))
 
 
 def jittered(
@@ -213,8 +219,9 @@ def clock(
             for value in needed_by(placement, action):
                 start = latest(start, made_at[value] + costs.transfer(placement.rank_of[value[1]], rank))
         end = free_at[rank] = start + vary(costs.of(slot, placement))
-        for made_value in filter(None, map(made_by, slot)):
-            made_at[made_value] = end
+        for action in slot:
+            for value in made_by(action):
+                made_at[value] = end
         if costs.blocking:
             free_at[rank] = end + send_hold(placement, slot, costs)  # not in place: an array is the end, too
         starts[rank].append(start)
@@ -235,28 +242,3 @@ def sent_to(placement: Placement, action: Action) -> int:
     if op is Op.W or (placement.is_last(stage) if op is Op.F else placement.is_first(stage)):
         return placement.rank_of[stage]
     return placement.rank_of[stage + 1 if op is Op.F else stage - 1]
-
-
-def _peaks(order: tuple[Slot, ...]) -> tuple[int, int, int]:
-    """Most activations live, weight gradients owed, and both together. Needs no clock: a rank is serial."""
-    live = owed = most_live = most_owed = most_both = 0
-    for slot in order:
-        began = ended = due = 0
-        for _, op, _ in slot:
-            if op is Op.F:
-                began += 1
-            elif op is Op.W:
-                due -= 1
-            else:
-                ended += 1
-                due += op is Op.I
-        live += began
-        if live > most_live:
-            most_live = live
-        if live + owed > most_both:
-            most_both = live + owed
-        live -= ended
-        owed += due
-        if owed > most_owed:
-            most_owed = owed
-    return most_live, most_owed, most_both

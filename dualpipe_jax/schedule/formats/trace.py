@@ -8,7 +8,7 @@ from typing import Any
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.blame import Link
 from dualpipe_jax.schedule.dataflow import made_by, needed_by
-from dualpipe_jax.schedule.ir import Action, Op, Placement, Slot
+from dualpipe_jax.schedule.ir import Action, Op, Placement, Slot, spelt
 from dualpipe_jax.schedule.replay import kind_of
 from dualpipe_jax.schedule.simulate import Timeline
 
@@ -66,7 +66,7 @@ def to_chrome_trace(
 
     events = [*_slices(timeline, us), *_sends(timeline, us), *_counters(timeline, us), *_arrows(timeline, us)]
     for link in chain or ():
-        name = f"{'+'.join(map(str, link.slot))} on rank {link.rank}"
+        name = f"{spelt(link.slot)} on rank {link.rank}"
         events.append(
             _slice(_CHAIN, _CHAIN, name, "chain", (us(link.start), us(link.end)), {"rank": link.rank})
         )
@@ -94,7 +94,7 @@ def _slices(timeline: Timeline, us: _Microseconds) -> Iterator[_Event]:
             each = [_about(placement, action) for action in slot]
             args = each[0] if len(each) == 1 else dict(zip(("forward", "backward"), each, strict=True))
             span = us(start), us(end)
-            drawn = _slice(_WORK, _FIRST_ROW + rank, "+".join(map(str, slot)), kind, span, args)
+            drawn = _slice(_WORK, _FIRST_ROW + rank, spelt(slot), kind, span, args)
             yield drawn | {"cname": _COLOURS[kind]}
 
 
@@ -147,7 +147,9 @@ def _sends(timeline: Timeline, us: _Microseconds) -> Iterator[_Event]:
 def _transfers(timeline: Timeline) -> Iterator[tuple[tuple[int, int], tuple[int, int], Action]]:
     """Sends from one (rank, slot index) to another, and the action whose result goes there; between ranks only."""
     schedule = timeline.schedule
-    makers = {made_by(action): (place, action) for place, action in _places(schedule.orders)}
+    makers = {
+        value: (place, action) for place, action in _places(schedule.orders) for value in made_by(action)
+    }
     for (reader, at), action in _places(schedule.orders):
         for value in needed_by(schedule.placement, action):
             (rank, index), maker = makers[value]

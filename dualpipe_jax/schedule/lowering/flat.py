@@ -40,6 +40,7 @@ class Flat:
       begin: index of each rank's first slot; one more entry for the end.
       f, b, i, w: the value that the slot's F, B, I, W works on, or -1.
       f_slot, g_slot, w_slot: for each value the slot of its F, of its B or I, of its W, or -1.
+      f_source, g_source: for each value that which its F, or its B or I, takes in from another stage, or -1.
       f_needs, g_needs: the slot that computes what the slot's F, or its B or I, takes in from another
         stage, or -1.
     """
@@ -54,6 +55,8 @@ class Flat:
     f_slot: np.ndarray
     g_slot: np.ndarray
     w_slot: np.ndarray
+    f_source: np.ndarray
+    g_source: np.ndarray
     f_needs: np.ndarray
     g_needs: np.ndarray
 
@@ -66,19 +69,9 @@ class Flat:
         return (self.f >= 0) & (self.b >= 0)
 
     def costs(self, costs: CostModel) -> np.ndarray:
-        placement, per_pipe = self.schedule.placement, self.schedule.microbatches_per_pipe
-        more = np.array([costs.more(placement, stage) for stage in range(placement.num_stages)])
-        total = np.where(self.pair, costs.FB - costs.F - costs.B, 0.0)
-        parts = (
-            (self.f, costs.F, 0),
-            (self.b, costs.I, 1),
-            (self.b, costs.W, 2),
-            (self.i, costs.I, 1),
-            (self.w, costs.W, 2),
-        )
-        for values, cost, part in parts:
-            total = total + np.where(values >= 0, cost + more[values // per_pipe, part], 0.0)
-        return total
+        """What each slot costs."""
+        placement, orders = self.schedule.placement, self.schedule.orders
+        return np.array([costs.of(slot, placement) for slot in itertools.chain.from_iterable(orders)])
 
 
 def flatten(schedule: Schedule) -> Flat:
@@ -100,11 +93,12 @@ def flatten(schedule: Schedule) -> Flat:
     f, b, i, w = (np.array(values[op], np.int64) for op in (Op.F, Op.B, Op.I, Op.W))
     f_slot, g_slot = slots_of[Op.F], np.maximum(slots_of[Op.B], slots_of[Op.I])
 
-    stages = np.arange(num_values) // per_pipe
-    first = np.array([placement.is_first(s) for s in range(placement.num_stages)])[stages]
-    last = np.array([placement.is_last(s) for s in range(placement.num_stages)])[stages]
-    f_from = np.where(first, -1, np.roll(f_slot, per_pipe))
-    g_from = np.where(last, -1, np.roll(g_slot, -per_pipe))
+    every, stages = np.arange(num_values), range(placement.num_stages)
+    first, last = (
+        np.repeat(list(map(at, stages)), per_pipe) for at in (placement.is_first, placement.is_last)
+    )
+    f_source, g_source = np.where(first, -1, every - per_pipe), np.where(last, -1, every + per_pipe)
+    f_from, g_from = np.where(first, -1, f_slot[f_source]), np.where(last, -1, g_slot[g_source])
     g = np.maximum(b, i)
     return Flat(
         schedule=schedule,
@@ -117,6 +111,8 @@ def flatten(schedule: Schedule) -> Flat:
         f_slot=f_slot,
         g_slot=g_slot,
         w_slot=slots_of[Op.W],
+        f_source=f_source,
+        g_source=g_source,
         f_needs=np.where(f >= 0, f_from[f], -1),
         g_needs=np.where(g >= 0, g_from[g], -1),
     )

@@ -24,11 +24,6 @@ class Values:
         self.local_stage = np.array(local_stage)[stage]
         self.model_stage = np.array([placement.model_stage(s) for s in stages])[stage]
         self.kind = np.array(keeps.kind_of)[self.model_stage]
-        self.first = np.array([placement.is_first(s) for s in stages])[stage]
-        self.last = np.array([placement.is_last(s) for s in stages])[stage]
-        number = np.arange(len(stage))
-        self.f_source = np.where(self.first, -1, number - per_pipe)
-        self.g_source = np.where(self.last, -1, number + per_pipe)
         self._flat, self._keeps = flat, keeps
 
         def moment(slot):
@@ -63,11 +58,11 @@ class Values:
         keeps, back = self._keeps, self.g >= 0
         ends = {"F": self.f, "I": np.maximum(self.f, self.g), "W": np.maximum(self.f, self.w)}
         x_end = np.choose(self.kind, [ends[letter] for letter in keeps.keep_input])
-        x = self._received(self.f, self.f_source)
-        dy = self._received(self.g, self.g_source)
+        f_source, g_source = self._flat.f_source, self._flat.g_source
+        x, dy = self._received(self.f, f_source), self._received(self.g, g_source)
         lives = {
-            "x": (np.where((self.f >= 0) & ~self.first, x, -1), x_end),
-            "dy": (np.where(back & ~self.last, dy, -1), self.g),
+            "x": (np.where((self.f >= 0) & (f_source >= 0), x, -1), x_end),
+            "dy": (np.where(back & (g_source >= 0), dy, -1), self.g),
         }
         moments = {"FI": (self.f, self.g), "FW": (self.f, self.w), "IW": (self.g, self.w)}
         for name, by_kind in keeps.pools.items():

@@ -88,8 +88,8 @@ def tabulate(flat: Flat, ticks: np.ndarray, keeps: Keeps) -> TickTable:
     ):
         array[:, :, number[name]] = num_slots[pool] - 1
     for payload, pool, column, source, at in (
-        ("y", "x", "F_y", values.f_source, flat.f_slot),
-        ("dx", "dy", "G_dx", values.g_source, flat.g_slot),
+        ("y", "x", "F_y", flat.f_source, flat.f_slot),
+        ("dx", "dy", "G_dx", flat.g_source, flat.g_slot),
     ):
         taken = np.flatnonzero((source >= 0) & (at >= 0))
         giver, slots = at[source[taken]], slot_of[pool][taken]

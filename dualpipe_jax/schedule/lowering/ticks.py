@@ -99,11 +99,9 @@ class _Timeline:
             for slot, need in enumerate(needs):
                 if need >= 0 and self.rank[need] != self.rank[slot]:
                     self._link(need, slot, 2, self.cost[need] + send)
-        self.sources = [
-            sorted({s for c in permutes for s, d in c.pairs if d == rank}) for rank in range(num_ranks)
-        ]
+        self.sources = _sources(permutes, num_ranks)
         self.targets = [
-            sorted({d for c in permutes for s, d in c.pairs if s == rank}) for rank in range(num_ranks)
+            [r for r, sources in enumerate(self.sources) if rank in sources] for rank in range(num_ranks)
         ]
 
         self.steps_left = min(100 * num_slots, 200_000) + 4 * num_slots
@@ -271,6 +269,12 @@ def _cycle(parent: Sequence[int], slot: int, end: int) -> list[int]:
     return chain[::-1]
 
 
+def _sources(permutes: Sequence[Channel], num_ranks: int) -> list[list[int]]:
+    """The ranks that send to each rank."""
+    pairs = {pair for channel in permutes for pair in channel.pairs}
+    return [sorted(source for source, target in pairs if target == rank) for rank in range(num_ranks)]
+
+
 def makespan(work: np.ndarray, permutes: Sequence[Channel], costs: CostModel) -> float:
     """How long the ticks take, given the work [ticks, ranks] of each.
 
@@ -278,12 +282,9 @@ def makespan(work: np.ndarray, permutes: Sequence[Channel], costs: CostModel) ->
     the start of tick t has arrived.
     """
     num_ranks = work.shape[1]
-    sources: list[set[int]] = [set() for _ in range(num_ranks)]
-    for channel in permutes:
-        for source, destination in channel.pairs:
-            sources[destination].add(source)
+    sources = _sources(permutes, num_ranks)
     width = max(map(len, sources))
-    index = np.array([[*s, *[num_ranks] * (width - len(s))] for s in map(sorted, sources)], np.int64)
+    index = np.array([[*s, *[num_ranks] * (width - len(s))] for s in sources], np.int64)
     delay = np.array([[costs.transfer(s, rank) for s in row] for rank, row in enumerate(index.tolist())])
     start = np.full(num_ranks + 1, 0.0)
     start[-1] = -np.inf

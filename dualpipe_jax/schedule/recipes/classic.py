@@ -1,7 +1,9 @@
 """GPipe and 1F1B, on a line, interleaved, and interleaved in overlapped pairs: one pipe, full backwards."""
 
 import dataclasses
+import itertools
 import math
+from collections.abc import Sequence
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel
@@ -26,11 +28,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
       ValueError: if a count is below 1.
     """
     check_counts("gpipe", num_ranks, num_microbatches)
-    orders = (
-        tuple((Action(stage, op, m),) for op in (Op.F, Op.B) for m in range(num_microbatches))
-        for stage in range(num_ranks)
-    )
-    return Schedule("gpipe", Placement.linear(num_ranks), num_microbatches, tuple(orders))
+    return _breadth_first("gpipe", Placement.linear(num_ranks), num_microbatches)
 
 
 def gpipe_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> float:
@@ -55,11 +53,8 @@ def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
       ValueError: if a count is below 1.
     """
     check_counts("one_f_one_b", num_ranks, num_microbatches)
-    orders = (
-        one_for_one(Op.B, rank, num_ranks, num_microbatches, ahead=num_ranks - rank)
-        for rank in range(num_ranks)
-    )
-    return Schedule("one_f_one_b", Placement.linear(num_ranks), num_microbatches, tuple(orders))
+    ahead = range(num_ranks, 0, -1)
+    return one_for_one("one_f_one_b", Placement.linear(num_ranks), num_microbatches, ahead)
 
 
 def one_f_one_b_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> float:
@@ -90,13 +85,10 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, num_stages_per_rank:
       ValueError: if a count is below 1.
     """
     check_counts("interleaved_1f1b", num_ranks, num_microbatches, num_stages_per_rank=num_stages_per_rank)
-    ahead = (num_stages_per_rank - 1) * max(groups(num_ranks, num_microbatches)) + 2 * num_ranks - 1
-    orders = (
-        one_for_one(Op.B, rank, num_ranks, num_microbatches, ahead - 2 * rank, 0, num_stages_per_rank)
-        for rank in range(num_ranks)
-    )
+    most = (num_stages_per_rank - 1) * max(groups(num_ranks, num_microbatches)) + 2 * num_ranks - 1
+    ahead = range(most, most - 2 * num_ranks, -2)
     placement = Placement.interleaved(num_ranks, num_stages_per_rank)
-    return Schedule("interleaved_1f1b", placement, num_microbatches, tuple(orders))
+    return one_for_one("interleaved_1f1b", placement, num_microbatches, ahead)
 
 
 def interleaved_1f1b_bubble(
@@ -173,14 +165,8 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_stages_per_rank: int =
       ValueError: if a count is below 1.
     """
     check_counts("looped_bfs", num_ranks, num_microbatches, num_stages_per_rank=num_stages_per_rank)
-
-    def order(rank: int) -> tuple[Slot, ...]:
-        held = range(rank, num_ranks * num_stages_per_rank, num_ranks)
-        turns = [(Op.F, stage) for stage in held] + [(Op.B, stage) for stage in reversed(held)]
-        return tuple((Action(stage, op, m),) for op, stage in turns for m in range(num_microbatches))
-
     placement = Placement.interleaved(num_ranks, num_stages_per_rank)
-    return Schedule("looped_bfs", placement, num_microbatches, tuple(map(order, range(num_ranks))))
+    return _breadth_first("looped_bfs", placement, num_microbatches)
 
 
 def looped_bfs_bubble(
@@ -193,45 +179,48 @@ def looped_bfs_bubble(
     return interleaved_1f1b_bubble(num_ranks, num_microbatches, costs, num_stages_per_rank)
 
 
-def one_for_one(
-    backward: Op,
-    rank: int,
-    num_ranks: int,
-    num_microbatches: int,
-    ahead: int,
-    late: int = 0,
-    num_stages_per_rank: int = 1,
-) -> tuple[Slot, ...]:
-    """A rank's order: ``ahead`` forwards, then one backward for each forward, then the backwards that are left.
-
-    Where the backwards are I's, each W comes right after the I that is ``late`` after its own.
-    """
-    forwards, backwards = (
-        _in_rounds(op, rank, num_ranks, num_microbatches, num_stages_per_rank) for op in (Op.F, backward)
+def _breadth_first(name: str, placement: Placement, num_microbatches: int) -> Schedule:
+    """All microbatches through a rank's stages, one stage after the other, and back."""
+    orders = (
+        tuple(
+            (Action(stage, op, m),)
+            for op, stages in ((Op.F, held), (Op.B, held[::-1]))
+            for stage in stages
+            for m in range(num_microbatches)
+        )
+        for held in placement.stages_on
     )
-    actions = forwards[:ahead]
-    weights = [action._replace(op=Op.W) for action in backwards] if backward is Op.I else []
-    for done, action in enumerate(backwards):
-        actions += [action, *weights[max(0, done - late) : max(0, done - late + 1)]]
-        actions += forwards[ahead + done : ahead + done + 1]
-    actions += weights[max(0, len(backwards) - late) :]
-    return tuple((action,) for action in actions)
+    return Schedule(name, placement, num_microbatches, tuple(orders))
 
 
-def _in_rounds(
-    op: Op, rank: int, num_ranks: int, num_microbatches: int, num_stages_per_rank: int
-) -> list[Action]:
-    """What one rank of an interleaved placement does: each group of microbatches through all its stages.
+def one_for_one(
+    name: str,
+    placement: Placement,
+    num_microbatches: int,
+    ahead: Sequence[int],
+    late: Sequence[int] | None = None,
+) -> Schedule:
+    """Each rank does ``ahead[rank]`` forwards, then one backward for each forward, then the backwards that are left.
 
-    Forwards take the stages in ascending order, backwards in descending.
+    A group of microbatches passes all stages of a rank before the next group does: forwards in ascending order of the
+    stages, backwards in descending. Where ``late`` is given, backwards are split, and each W comes right after the I
+    that is ``late[rank]`` after its own.
     """
-    stages = range(rank, num_ranks * num_stages_per_rank, num_ranks)
-    actions, first = [], 0
-    for size in groups(num_ranks, num_microbatches):
-        for stage in stages if op is Op.F else reversed(stages):
-            actions += [Action(stage, op, m) for m in range(first, first + size)]
-        first += size
-    return actions
+    sizes = groups(placement.num_ranks, num_microbatches)
+    rounds = [range(end - size, end) for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
+    op, behind = (Op.B, [0] * len(ahead)) if late is None else (Op.I, late)
+    orders = []
+    for held, first, owed in zip(placement.stages_on, ahead, behind, strict=True):
+        forwards = [Action(stage, Op.F, m) for group in rounds for stage in held for m in group]
+        backwards = [Action(stage, op, m) for group in rounds for stage in held[::-1] for m in group]
+        weights = [] if late is None else [action._replace(op=Op.W) for action in backwards]
+        actions = forwards[:first]
+        for done, action in enumerate(backwards):
+            actions += [action, *weights[max(0, done - owed) : max(0, done - owed + 1)]]
+            actions += forwards[first + done : first + done + 1]
+        actions += weights[max(0, len(backwards) - owed) :]
+        orders.append(tuple((action,) for action in actions))
+    return Schedule(name, placement, num_microbatches, tuple(orders))
 
 
 def groups(num_ranks: int, num_microbatches: int) -> list[int]:

@@ -2,7 +2,7 @@
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel
-from dualpipe_jax.schedule.ir import Op, Placement, Schedule
+from dualpipe_jax.schedule.ir import Placement, Schedule
 from dualpipe_jax.schedule.recipes.classic import check_counts, groups, one_for_one
 
 
@@ -23,11 +23,8 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
       ValueError: if a count is below 1.
     """
     check_counts("zb_h1", num_ranks, num_microbatches)
-    orders = (
-        one_for_one(Op.I, rank, num_ranks, num_microbatches, ahead=num_ranks - rank, late=rank)
-        for rank in range(num_ranks)
-    )
-    return Schedule("zb_h1", Placement.linear(num_ranks), num_microbatches, tuple(orders))
+    ahead, late = range(num_ranks, 0, -1), range(num_ranks)
+    return one_for_one("zb_h1", Placement.linear(num_ranks), num_microbatches, ahead, late)
 
 
 def zb_h1_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> float:
@@ -58,11 +55,8 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
       ValueError: if a count is below 1.
     """
     check_counts("zb_h2", num_ranks, num_microbatches)
-    orders = (
-        one_for_one(Op.I, rank, num_ranks, num_microbatches, ahead=2 * (num_ranks - rank) - 1, late=2 * rank)
-        for rank in range(num_ranks)
-    )
-    return Schedule("zb_h2", Placement.linear(num_ranks), num_microbatches, tuple(orders))
+    ahead, late = range(2 * num_ranks - 1, 0, -2), range(0, 2 * num_ranks, 2)
+    return one_for_one("zb_h2", Placement.linear(num_ranks), num_microbatches, ahead, late)
 
 
 def zb_h2_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> float:
@@ -97,13 +91,10 @@ def interleaved_zero_bubble(num_ranks: int, num_microbatches: int, num_stages_pe
     check_counts(
         "interleaved_zero_bubble", num_ranks, num_microbatches, num_stages_per_rank=num_stages_per_rank
     )
-    ahead = (num_stages_per_rank - 1) * max(groups(num_ranks, num_microbatches)) + num_ranks
-    orders = (
-        one_for_one(Op.I, rank, num_ranks, num_microbatches, ahead - rank, rank, num_stages_per_rank)
-        for rank in range(num_ranks)
-    )
+    most = (num_stages_per_rank - 1) * max(groups(num_ranks, num_microbatches)) + num_ranks
+    ahead, late = range(most, most - num_ranks, -1), range(num_ranks)
     placement = Placement.interleaved(num_ranks, num_stages_per_rank)
-    return Schedule("interleaved_zero_bubble", placement, num_microbatches, tuple(orders))
+    return one_for_one("interleaved_zero_bubble", placement, num_microbatches, ahead, late)
 
 
 def interleaved_zero_bubble_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> float:
