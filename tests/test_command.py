@@ -766,7 +766,7 @@ def test_search_in_no_memory_is_status_1(capsys):
     assert "--memory-limit 0.25" in message
     assert "try --memory-limit 1 or more" in message
     odd = "--ranks", "2", "--microbatches", "5", "--placement", "bidirectional"
-    assert "which share them equally; try 4 or 6" in refused(capsys, 2, "search", *odd)
+    assert "must be a positive multiple of 2; try 4 or 6" in refused(capsys, 2, "search", *odd)
 
 
 def test_choose_ranks_what_fits_and_says_why_not(capsys):

@@ -1,13 +1,18 @@
 """Schedules as values: made, checked, simulated, printed and lowered with Python and NumPy alone.
 
-What draws, lowers or optimises is imported when it is first asked for; what makes, checks and plays is here at once.
+What draws, lowers or optimises is imported when it is first asked for; what makes, reads, checks and plays is here at
+once.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel
+from dualpipe_jax.schedule.formats.json_text import from_json, to_json
+from dualpipe_jax.schedule.formats.text import format_grid, parse_grid
+from dualpipe_jax.schedule.formats.torch_csv import from_torch_csv, to_torch_csv
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
+from dualpipe_jax.schedule.optimize.stash import limit_stash
 from dualpipe_jax.schedule.recipes import (
     ALL_SCHEDULES,
     chimera,
@@ -30,11 +35,8 @@ from dualpipe_jax.schedule.simulate import Timeline, simulate
 from dualpipe_jax.schedule.validate import ScheduleError, validate
 
 if TYPE_CHECKING:
-    from dualpipe_jax.schedule.formats.json_text import from_json, to_json
     from dualpipe_jax.schedule.formats.page import html_page
     from dualpipe_jax.schedule.formats.plot import plot
-    from dualpipe_jax.schedule.formats.text import format_grid, parse_grid
-    from dualpipe_jax.schedule.formats.torch_csv import from_torch_csv, to_torch_csv
     from dualpipe_jax.schedule.formats.trace import to_chrome_trace
     from dualpipe_jax.schedule.lowering.lower import lower
     from dualpipe_jax.schedule.lowering.table import TickTable
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
     from dualpipe_jax.schedule.optimize.choose import Candidate, choose
     from dualpipe_jax.schedule.optimize.optimum import Optimum, optimum
     from dualpipe_jax.schedule.optimize.search import search
-    from dualpipe_jax.schedule.optimize.stash import limit_stash
 
 __all__ = [
     "ALL_SCHEDULES",
@@ -92,28 +93,26 @@ __all__ = [
     "zb_v",
 ]
 
-_LATE = {
-    "formats.json_text": ("from_json", "to_json"),
-    "formats.page": ("html_page",),
-    "formats.plot": ("plot",),
-    "formats.text": ("format_grid", "parse_grid"),
-    "formats.torch_csv": ("from_torch_csv", "to_torch_csv"),
-    "formats.trace": ("to_chrome_trace",),
-    "lowering.lower": ("lower",),
-    "lowering.table": ("TickTable",),
-    "optimize.bounds": ("lower_bound",),
-    "optimize.choose": ("Candidate", "choose"),
-    "optimize.optimum": ("Optimum", "optimum"),
-    "optimize.search": ("search",),
-    "optimize.stash": ("limit_stash",),
+_ROOM_OF = {
+    "Candidate": "optimize.choose",
+    "Optimum": "optimize.optimum",
+    "TickTable": "lowering.table",
+    "choose": "optimize.choose",
+    "html_page": "formats.page",
+    "lower": "lowering.lower",
+    "lower_bound": "optimize.bounds",
+    "optimum": "optimize.optimum",
+    "plot": "formats.plot",
+    "search": "optimize.search",
+    "to_chrome_trace": "formats.trace",
 }
-_ROOM_OF = {name: f"{__name__}.{room}" for room, names in _LATE.items() for name in names}
+"""What is imported when it is first asked for."""
 
 
 def __getattr__(name: str) -> Any:
     if name not in _ROOM_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(importlib.import_module(_ROOM_OF[name]), name)
+    globals()[name] = found = getattr(importlib.import_module(f"{__name__}.{_ROOM_OF[name]}"), name)
     return found
 
 

@@ -104,10 +104,15 @@ def lower_bound(
       ValueError: if a count is below 1, the placement has another number of ranks, or its pipes cannot share the
         microbatches evenly.
     """
+    if num_ranks < 1 or num_microbatches < 1:
+        raise ValueError(
+            f"lower_bound: got {num_ranks} ranks and {num_microbatches} microbatches; it needs at least one of each, "
+            f"try {max(num_ranks, 1)} ranks and {max(num_microbatches, 1)} microbatches"
+        )
     problem = Problem(num_microbatches, costs or CostModel(), memory or MemoryModel(), memory_limit)
-    _check(num_ranks, num_microbatches, placement)
     if placement is None:
         return _anywhere(num_ranks, problem)
+    check_placement("lower_bound", placement, num_ranks, num_microbatches)
     return bound_of_stages(placement, problem.of_stages(placement))
 
 
@@ -204,24 +209,16 @@ def _anywhere(num_ranks: int, problem: Problem) -> float:
     return max(chain, work, lived / room if room else 0.0)
 
 
-def _check(num_ranks: int, num_microbatches: int, placement: Placement | None) -> None:
-    given = f"lower_bound: got {num_ranks} ranks and {num_microbatches} microbatches"
-    if num_ranks < 1 or num_microbatches < 1:
-        raise ValueError(
-            f"{given}; it needs at least one of each, try {max(num_ranks, 1)} ranks and "
-            f"{max(num_microbatches, 1)} microbatches"
-        )
-    if placement is None:
-        return
+def check_placement(name: str, placement: Placement, num_ranks: int, num_microbatches: int) -> None:
+    """Raise ValueError unless a placement has so many ranks, and its pipes can share the microbatches equally.
+
+    And not so many that handling them would not end.
+    """
+    given = f"{name}: got {num_ranks} ranks and {num_microbatches} microbatches"
     if placement.num_ranks != num_ranks:
         raise ValueError(
             f"{given}, but a placement of {placement.num_ranks} ranks; give num_ranks={placement.num_ranks}"
         )
-    check_shared(given, placement, num_microbatches)
-
-
-def check_shared(given: str, placement: Placement, num_microbatches: int) -> None:
-    """Raise ValueError unless the pipes can share the microbatches equally, and there are not too many of them."""
     pipes = placement.num_pipes
     if num_microbatches < 1 or num_microbatches % pipes:
         low, high = num_microbatches // pipes * pipes, (num_microbatches // pipes + 1) * pipes
@@ -230,4 +227,4 @@ def check_shared(given: str, placement: Placement, num_microbatches: int) -> Non
             f"{given}, but the placement's {pipes} pipe(s) share the microbatches equally, so their number "
             f"must be a positive multiple of {pipes}; try {nearest}"
         )
-    check_counts(given.partition(":")[0], placement.num_ranks, num_microbatches)
+    check_counts(name, num_ranks, num_microbatches)

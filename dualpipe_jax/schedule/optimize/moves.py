@@ -17,6 +17,11 @@ class Move(NamedTuple):
     b: int
     split: bool = False
 
+    @property
+    def is_pair(self) -> bool:
+        """Whether it is a forward and a backward."""
+        return self.f >= 0 and self.b >= 0
+
 
 Moves = list[list[Move]]
 """The moves of each rank, in order."""
@@ -41,23 +46,19 @@ def strangers(terms: Terms, pair: Move) -> bool:
 
 def paired(terms: Terms, moves: Moves) -> Moves:
     """Neighbouring forwards and backwards made pairs, wherever they may be."""
-    return [list(_merge(terms, order)) for order in moves]
+    return [_paired(terms, order) for order in moves]
 
 
-def _merge(terms: Terms, order: Iterable[Move]) -> Iterable[Move]:
-    held: Move | None = None
+def _paired(terms: Terms, order: Iterable[Move]) -> list[Move]:
+    found: list[Move] = []
     for move in order:
-        if held is not None:
-            pair = Move(max(held.f, move.f), max(held.b, move.b))
-            alone = min(held.f, held.b) < 0 and min(move.f, move.b) < 0
-            if alone and min(pair) >= 0 and strangers(terms, pair):
-                yield pair
-                held = None
+        if found and not found[-1].is_pair and not move.is_pair:
+            pair = Move(max(found[-1].f, move.f), max(found[-1].b, move.b))
+            if pair.is_pair and strangers(terms, pair):
+                found[-1] = pair
                 continue
-            yield held
-        held = move
-    if held is not None:
-        yield held
+        found.append(move)
+    return found
 
 
 def split_alone(moves: Moves, split: bool = True) -> Moves:

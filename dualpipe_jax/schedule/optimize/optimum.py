@@ -10,7 +10,7 @@ from fractions import Fraction
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel, at_most
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
-from dualpipe_jax.schedule.optimize.bounds import bound_of_stages, check_shared
+from dualpipe_jax.schedule.optimize.bounds import bound_of_stages, check_placement
 from dualpipe_jax.schedule.optimize.problem import Problem
 from dualpipe_jax.schedule.optimize.programme import Programme
 from dualpipe_jax.schedule.optimize.terms import least_memory
@@ -77,8 +77,7 @@ def optimum(
       ValueError: if the costs are not as above, or no schedule fits the memory.
       ImportError: without SciPy.
     """
-    given = f"optimum: got {placement.num_ranks} ranks and {num_microbatches} microbatches"
-    check_shared(given, placement, num_microbatches)
+    check_placement("optimum", placement, placement.num_ranks, num_microbatches)
     memory_limit = float(memory_limit)  # a whole number may be too long for NumPy
     problem = Problem(num_microbatches, costs or CostModel(), memory or MemoryModel(), memory_limit)
     problem = problem.of_stages(placement)
@@ -87,8 +86,8 @@ def optimum(
     bound = bound_of_stages(placement, whole)
     if bound == math.inf:
         raise ValueError(
-            f"{given}, but not even one microbatch fits memory_limit={memory_limit:g}; "
-            f"give at least {least_memory(placement, problem.memory):g}"
+            f"optimum: got {placement.num_ranks} ranks and {num_microbatches} microbatches, but not even one "
+            f"microbatch fits memory_limit={memory_limit:g}; give at least {least_memory(placement, problem.memory):g}"
         )
     best = _best(placement, problem, incumbents)
     ends = time.monotonic() + time_limit

@@ -117,9 +117,9 @@ def _change(player: Player, order: Sequence[Move], index: int, dice: random.Rand
     """A rank's moves with one change at ``index``; None if the dice name one that is not possible there."""
     move = order[index]
     kind = dice.random()
-    if move.f >= 0 and move.b >= 0 and kind < 0.5:
+    if move.is_pair and kind < 0.5:
         return _part(order, index, dice)
-    if (move.f < 0 or move.b < 0) and player.terms.gain > 0 and kind < 0.4:
+    if not move.is_pair and player.terms.gain > 0 and kind < 0.4:
         return _pair(player, order, index, dice)
     if move.f < 0 and kind < 0.6:
         return [*order[:index], move._replace(split=not move.split), *order[index + 1 :]]

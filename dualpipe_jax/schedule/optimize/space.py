@@ -1,50 +1,41 @@
 """What a search goes through: placements, and limits of memory."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from dualpipe_jax.schedule.costs import CostModel, at_most, stages_a_share
 from dualpipe_jax.schedule.ir import Placement
-from dualpipe_jax.schedule.optimize.bounds import bound_of_stages
+from dualpipe_jax.schedule.optimize.bounds import bound_of_stages, check_placement
 from dualpipe_jax.schedule.optimize.problem import Problem
 from dualpipe_jax.schedule.optimize.terms import least_memory
 from dualpipe_jax.schedule.recipes.classic import check_counts
 
-PLACEMENTS = ("linear", "v", "wave", "interleaved", "interleaved_4", "bidirectional")
-"""Names of placements; all but the last have one copy of the parameters."""
+PLACEMENTS: dict[str, Callable[[int], Placement]] = {
+    "linear": Placement.linear,
+    "v": Placement.v,
+    "wave": lambda num_ranks: Placement.wave(num_ranks, 2),
+    "interleaved": lambda num_ranks: Placement.interleaved(num_ranks, 2),
+    "interleaved_4": lambda num_ranks: Placement.interleaved(num_ranks, 4),
+    "bidirectional": Placement.bidirectional,
+}
+"""Placements by name; all but the last have one copy of the parameters."""
 
 
 def placements_of(
     num_ranks: int, num_microbatches: int, placement: Placement | str | None
 ) -> list[Placement]:
     check_counts("search", num_ranks, num_microbatches)
-    known = {
-        "linear": Placement.linear(num_ranks),
-        "v": Placement.v(num_ranks),
-        "wave": Placement.wave(num_ranks, 2),
-        "interleaved": Placement.interleaved(num_ranks, 2),
-        "interleaved_4": Placement.interleaved(num_ranks, 4),
-        "bidirectional": Placement.bidirectional(num_ranks),
-    }
     if placement is None:
-        return list(dict.fromkeys(known[name] for name in PLACEMENTS[:-1]))
+        return list(
+            dict.fromkeys(make(num_ranks) for name, make in PLACEMENTS.items() if name != "bidirectional")
+        )
     if isinstance(placement, str):
-        if placement not in known:
+        if placement not in PLACEMENTS:
             raise ValueError(
-                f"search: no placement {placement!r}; try one of {', '.join(known)}, or a Placement"
+                f"search: no placement {placement!r}; try one of {', '.join(PLACEMENTS)}, or a Placement"
             )
-        placement = known[placement]
-    if placement.num_ranks != num_ranks:
-        raise ValueError(
-            f"search: got {num_ranks} ranks and a placement on {placement.num_ranks}; "
-            f"try num_ranks={placement.num_ranks}"
-        )
-    if num_microbatches % placement.num_pipes:
-        fewer = num_microbatches - num_microbatches % placement.num_pipes
-        raise ValueError(
-            f"search: got {num_microbatches} microbatches for the {placement.num_pipes} pipes of the placement, "
-            f"which share them equally; try {fewer or placement.num_pipes} or {fewer + placement.num_pipes}"
-        )
+        placement = PLACEMENTS[placement](num_ranks)
+    check_placement("search", placement, num_ranks, num_microbatches)
     return [placement]
 
 

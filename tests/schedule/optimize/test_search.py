@@ -207,9 +207,17 @@ def test_no_room_says_how_much_the_most_modest_schedule_takes():
     [
         ((0, 4), {}, "got 0 ranks and 4 microbatches.*try 1 ranks and 4 microbatches"),
         ((4, 8), {"placement": "w"}, "no placement 'w'; try one of linear, v, wave, interleaved, .*bid"),
-        ((4, 8), {"placement": Placement.v(3)}, "got 4 ranks and a placement on 3; try num_ranks=3"),
+        (
+            (4, 8),
+            {"placement": Placement.v(3)},
+            r"got 4 ranks and 8 .*, but a placement of 3 ranks; give num_ranks=3",
+        ),
         ((4, 8), {"memory_limit": math.nan}, "got memory_limit=nan; give a number, or leave it out"),
-        ((4, 7), {"placement": "bidirectional"}, "got 7 microbatches for the 2 pipes.*try 6 or 8"),
+        (
+            (4, 7),
+            {"placement": "bidirectional"},
+            r"got 4 ranks and 7 microbatches, .* must be a positive multiple of 2; try 6 or 8",
+        ),
         ((2, 4), {"effort": -1}, "got effort=-1; it must be finite and at least 0"),
         ((2, 4), {"effort": math.nan}, "got effort=nan; it must be finite and at least 0"),
         ((2, 4), {"seconds": math.inf}, "got seconds=inf; it must be finite and at least 0"),
