@@ -433,7 +433,7 @@ def test_pictures_are_piped(capsysbinary):
 
 def test_the_page_is_of_what_was_asked_for(capsys, monkeypatch):
     told = lambda *given, **more: repr((given, more))  # noqa: E731
-    monkeypatch.setattr("dualpipe_jax.schedule.formats.page.html_page", told)
+    monkeypatch.setattr("dualpipe_jax.schedule.html_page", told)
     options = ["--FB", "2", "--parameters", "3", "--format", "html"]
     out = printed(capsys, "show", "dualpipe_v", *SMALL, *options)
     given = dualpipe_v(4, 8), CostModel(FB=2.0), MemoryModel(parameters=3.0)

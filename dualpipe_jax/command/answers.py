@@ -47,7 +47,7 @@ class Answers:
         if known is None:
             words = f"{title}: {plan.schedule_in_words}, {plan.layout}, {plan.batch} sequences, remat {plan.remat}"
             try:
-                known = study(plan, self.target, compile, rates=self.rates, title=words, hints=hints)
+                known = study(request, words)
             except CommandError as error:
                 self._refused[request] = error
                 raise

@@ -6,12 +6,11 @@ from typing import Annotated
 
 import tyro
 
-from dualpipe_jax.command.given import Share
 from dualpipe_jax.command.options import Costs, Memory, Pipes
 from dualpipe_jax.command.output import show, show_json
 from dualpipe_jax.command.source import load
 from dualpipe_jax.present.numbers import percent
-from dualpipe_jax.schedule import Schedule, ScheduleError, simulate
+from dualpipe_jax.schedule import ScheduleError, simulate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +38,7 @@ class Check:
                 raise
             show_json({"valid": False, "error": str(error)})
             return 1
-        self.report(schedule, given.under(self.costs, Memory()))
-        return 0
-
-    def report(self, schedule: Schedule, share: Share) -> None:
+        share = given.under(self.costs, Memory())
         timeline = simulate(schedule, share.costs.for_schedule(schedule))
         pairs = sum(len(slot) == 2 for order in schedule.orders for slot in order)
         facts = {
@@ -57,9 +53,10 @@ class Check:
         }
         if self.json:
             show_json({"valid": True} | facts)
-            return
-        show(
-            f"valid: {schedule.name}, {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches, "
-            f"{schedule.placement.num_stages} stages, {pairs} pairs; "
-            f"makespan {share.units.duration(timeline.makespan)}, bubble {percent(timeline.bubble)}"
-        )
+        else:
+            show(
+                f"valid: {schedule.name}, {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches, "
+                f"{schedule.placement.num_stages} stages, {pairs} pairs; "
+                f"makespan {share.units.duration(timeline.makespan)}, bubble {percent(timeline.bubble)}"
+            )
+        return 0

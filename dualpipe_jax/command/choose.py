@@ -15,11 +15,9 @@ from dualpipe_jax.command.options import (
     Within,
     check_jitter,
     check_size,
-    limit_of,
-    recipes,
+    shaped,
 )
 from dualpipe_jax.command.output import Reasons, show, show_json, waiting
-from dualpipe_jax.schedule.formats.costs_text import describe
 from dualpipe_jax.schedule.names import SCHEDULES
 
 if TYPE_CHECKING:
@@ -47,11 +45,21 @@ class Choose(Within):
     shape: Shape = dataclasses.field(default_factory=Shape)
 
     def run(self) -> int:
+        from dualpipe_jax.schedule import choose
+
         check_jitter(self.jitter)
         check_size(self.ranks, self.microbatches, self.shape, len(SCHEDULES))
-        share = Given().under(self.costs, self.memory)
-        limit = limit_of(self.memory_limit)
-        candidates = self.candidates(share, limit)
+        share, limit = Given().under(self.costs, self.memory), self.limit
+        with waiting("choosing"):
+            candidates = choose(
+                self.ranks,
+                self.microbatches,
+                share.costs,
+                limit,
+                memory=share.sizes,
+                schedules=[shaped(recipe, self.shape) for recipe in SCHEDULES.values()],
+                search_effort=self.search,
+            )
         fitting = [candidate.timeline for candidate in candidates if candidate.fits]
         refused = {
             candidate.name: _why_not(candidate, share, limit)
@@ -62,9 +70,7 @@ class Choose(Within):
             Row.of(timeline, share.costs, share.sizes, limit, self.jitter)
             for timeline in filter(None, fitting)
         )
-        given = f"{self.ranks} ranks, {self.microbatches} microbatches, {describe(share.costs, share.units)}"
-        if self.memory_limit is not None:
-            given += f", memory limit {share.units.size(limit)}"
+        given = share.words(self.ranks, self.microbatches, limit)
         if self.json:
             counts = self.ranks, self.microbatches
             show_json(facts(counts, share, rows, refused, memory_limit=self.memory_limit))
@@ -73,20 +79,6 @@ class Choose(Within):
         if not rows:
             raise NothingFits(Reasons(f"no schedule fits {given}:", refused))
         return 0
-
-    def candidates(self, share: Share, limit: float) -> "tuple[Candidate, ...]":
-        from dualpipe_jax.schedule.optimize.choose import choose
-
-        with waiting("choosing"):
-            return choose(
-                self.ranks,
-                self.microbatches,
-                share.costs,
-                limit,
-                memory=share.sizes,
-                schedules=recipes(self.shape),
-                search_effort=self.search,
-            )
 
 
 def _why_not(candidate: "Candidate", share: Share, limit: float) -> str:

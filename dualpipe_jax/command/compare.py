@@ -14,10 +14,7 @@ from dualpipe_jax.command.source import schedules_of
 from dualpipe_jax.present.numbers import number, percent
 from dualpipe_jax.present.table import Table
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, Timeline, simulate
-from dualpipe_jax.schedule.formats.costs_text import describe
 from dualpipe_jax.schedule.simulate import jittered
-
-JITTER_RUNS = 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,17 +130,17 @@ class Compare:
             raise NothingFits(Reasons(f"no schedule takes {asked}:", refused))
         ranks, microbatches = schedules[0].num_ranks, schedules[0].num_microbatches
         rows = rows_of(schedules, share, refused, jitter=self.jitter)
-        given = f"{ranks} ranks, {microbatches} microbatches, {describe(share.costs, share.units)}"
         if self.json or self.format == "json":
             from dualpipe_jax.schedule import lower_bound
 
             bound = lower_bound(ranks, microbatches, share.costs)
             show_json(facts((ranks, microbatches), share, rows, refused, lower_bound=bound))
         elif self.format == "markdown":
-            print("\n\n".join([tabulate(rows, share).markdown(), *map(_sentence, refused.items())]))
+            sentences = (f"Not with these counts: {name}: {why}." for name, why in refused.items())
+            print("\n\n".join([tabulate(rows, share).markdown(), *sentences]))
         else:
             show(
-                given,
+                share.words(ranks, microbatches),
                 tabulate(rows, share),
                 *([Reasons("not with these counts:", refused)] if refused else []),
             )
@@ -169,7 +166,7 @@ def _quantiles(schedule: Schedule, costs: CostModel, jitter: float) -> tuple[flo
     """The median and the 95th percentile of the makespan."""
     import numpy as np
 
-    median, late = np.quantile(jittered(schedule, costs, jitter, JITTER_RUNS), (0.5, 0.95))
+    median, late = np.quantile(jittered(schedule, costs, jitter), (0.5, 0.95))
     return float(median), float(late)
 
 
@@ -226,7 +223,3 @@ def rows_of(
 def by_merit(rows: Iterable[Row]) -> list[Row]:
     """The shortest step first; of equal ones the one that needs least memory."""
     return sorted(rows, key=lambda row: (round(row.makespan, 9), row.memory, row.name))
-
-
-def _sentence(item: tuple[str, str]) -> str:
-    return f"Not with these counts: {item[0]}: {item[1]}."

@@ -10,9 +10,10 @@ from dualpipe_jax.command.output import show, show_json
 from dualpipe_jax.command.source import schedules_of
 from dualpipe_jax.present.numbers import number
 from dualpipe_jax.present.table import Table
-from dualpipe_jax.schedule import Slot, simulate
+from dualpipe_jax.schedule import simulate
 from dualpipe_jax.schedule.difference import Parting, partings
 from dualpipe_jax.schedule.formats.costs_text import describe
+from dualpipe_jax.schedule.ir import spelt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +67,8 @@ class Diff:
             (
                 str(at.rank),
                 "-" if at.index is None else str(at.index),
-                _slot(at.one),
-                _slot(at.other),
+                "-" if at.one is None else spelt(at.one),
+                "-" if at.other is None else spelt(at.other),
                 "-" if at.time is None else number(at.time),
             )
             for at in found
@@ -76,12 +77,6 @@ class Diff:
         return 0
 
 
-def _slot(slot: Slot | None) -> str:
-    return "-" if slot is None else "+".join(map(str, slot))
-
-
 def _facts(at: Parting) -> dict[str, Any]:
-    slots = {
-        name: None if slot is None else _slot(slot) for name, slot in (("one", at.one), ("other", at.other))
-    }
-    return {"rank": at.rank, "slot": at.index, **slots, "time": at.time}
+    one, other = (None if slot is None else spelt(slot) for slot in (at.one, at.other))
+    return {"rank": at.rank, "slot": at.index, "one": one, "other": other, "time": at.time}

@@ -4,6 +4,7 @@ Where whole actions fit on one line they are written out; else, as in the papers
 its microbatch only, and the colour says what is done to it.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from rich.text import Text
 
 from dualpipe_jax.schedule import Op, Placement, Slot, Timeline
 from dualpipe_jax.schedule.formats.colours import colours, is_dark, num_shades, shade, shade_names
-from dualpipe_jax.schedule.formats.text import column_at
+from dualpipe_jax.schedule.formats.text import column_at, scale_of
 
 
 class Block(NamedTuple):
@@ -30,7 +31,7 @@ def draw(timeline: Timeline, console: Console) -> tuple[list[Text], Text]:
     """Lines of a picture no wider than the console, and its legend.
 
     Raises:
-      ValueError: if a slot takes no time and so has no room.
+      ValueError: if a slot takes no time and so has no room, or a line would be too long.
     """
     margin = len(f"rank {timeline.schedule.num_ranks - 1} ")
     room = console.width - margin
@@ -63,28 +64,15 @@ def _width(rows: list[list[Block]]) -> int:
 def _blocks(timeline: Timeline, brief: bool) -> list[list[Block]]:
     schedule = timeline.schedule
     placement = schedule.placement
-    slots = set(itertools.chain.from_iterable(schedule.orders))
-    durations = {slot: timeline.costs.of(slot, placement) for slot in slots}
-    free = next((slot for slot, duration in durations.items() if not duration), None)
-    if free is not None:
-        raise ValueError(f"{free[0]} takes no time; to draw time, all costs must be above 0")
-    labels = {slot: _labels(slot, brief) for slot in slots}
-    scale = max((len(" ".join(labels[slot])) + 1) / durations[slot] for slot in slots)
-    if timeline.makespan * scale > 1_000_000:
-        raise ValueError(
-            f"drawn to time, a rank's line is {timeline.makespan * scale:.2g} characters long; costs differ too "
-            "much, so write another format, such as --format json"
-        )
-    styles = {
-        (op, stage): _style(placement, op, shade(placement, stage))
-        for op in Op
-        for stage in range(placement.num_stages)
-    }
+    scale = scale_of(timeline, lambda slot: len(" ".join(_labels(slot, brief))))
 
     def blocks(slot: Slot, start: int, end: int) -> Iterator[Block]:
         cuts = [start, end] if len(slot) == 1 else [start, (start + end) // 2, end]
-        for action, label, (left, right) in zip(slot, labels[slot], itertools.pairwise(cuts), strict=True):
-            yield Block(left, right - (right == end), label, styles[action.op, action.stage])
+        for action, label, (left, right) in zip(
+            slot, _labels(slot, brief), itertools.pairwise(cuts), strict=True
+        ):
+            style = _style(placement, action.op, shade(placement, action.stage))
+            yield Block(left, right - (right == end), label, style)
 
     return [
         [
@@ -102,6 +90,7 @@ def _labels(slot: Slot, brief: bool) -> list[str]:
     return [*(f"{action}+" for action in slot[:-1]), str(slot[-1])]
 
 
+@functools.cache
 def _style(placement: Placement, op: Op, shade: int) -> str:
     colour = colours(op, num_shades(placement))[shade]
     return f"{'#ffffff' if is_dark(colour) else '#000000'} on {colour}"

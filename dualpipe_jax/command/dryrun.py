@@ -25,6 +25,7 @@ from dualpipe_jax.command.overlap import (
 )
 from dualpipe_jax.pods.plain import plain
 from dualpipe_jax.pods.plan import Plan
+from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer, Machine, Memory, Prediction, ScheduleTime, Way
 from dualpipe_jax.present.numbers import format_cycles, gib, in_runs, percent
 from dualpipe_jax.present.table import Table
@@ -86,8 +87,9 @@ class Dryrun:
 
     def run(self) -> int:
         self._check_costs()
-        plan, rates = planned(self.plan, self.plan_file), self.rates_file
-        found = study(plan, self.target, self.compile, self.output, rates=rates, hints=True)
+        plan, files = planned(self.plan, self.plan_file), tuple(map(str, self.output))
+        rates = None if self.rates_file is None else str(self.rates_file)
+        found = study(Request(plan, self.target, self.compile, files, rates=rates, hints=True))
         assert found.memory is not None
         if self.write_costs is not None and found.step is not None:
             self.write_costs.write_text(json.dumps(plain(found.step.share), indent=2) + "\n")

@@ -4,19 +4,22 @@ import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+# What it draws with is imported when it is first asked for.
+from dualpipe_jax import schedule as schedules
 from dualpipe_jax.command.given import ENTRY, Share
 from dualpipe_jax.command.options import CommandError, check_files
 from dualpipe_jax.command.output import in_terminal, say_written
 from dualpipe_jax.present.numbers import as_ranges, number, percent
 from dualpipe_jax.present.table import Table
 from dualpipe_jax.schedule import MemoryModel, Timeline
-from dualpipe_jax.schedule.blame import Link
+from dualpipe_jax.schedule.blame import Link, slack
 from dualpipe_jax.schedule.formats.costs_text import describe
 from dualpipe_jax.schedule.formats.text import format_timeline
+from dualpipe_jax.schedule.ir import spelt
 
 Format = Literal["text", "csv", "json", "trace", "svg", "png", "html"]
 PICTURES = "svg", "png", "html"
@@ -36,7 +39,7 @@ def format_of(asked: Format | None, json: bool, output: Path | None) -> Format:
         check_files(output)
     if json and asked not in (None, "json"):
         raise CommandError(f"--json and --format {asked} are two formats; drop either")
-    endings: dict[str, Format] = {f".{x}": x for x in ("csv", "json", "trace", "svg", "png", "html")}
+    endings: dict[str, Format] = {f".{form}": form for form in get_args(Format)}
     ending = output.suffix.lower() if output else ""
     form = "json" if json else asked or endings.get(ending, "text")
     if output is None and form in PICTURES and in_terminal():
@@ -64,16 +67,28 @@ def encode(timeline: Timeline, form: Format, share: Share, chain: Chain | None =
         raise CommandError(
             "--why: CSV holds orders alone; give a picture, a page, a trace or JSON, or no --output"
         )
-    if form in ("svg", "png"):
-        return _picture(timeline, form, share, chain)
-    writers: dict[str, Callable[[], str]] = {
-        "text": lambda: _text(timeline, share),
-        "json": lambda: _json(timeline, share, chain),
-        "csv": lambda: _csv(timeline),
-        "trace": lambda: _trace(timeline, share, chain),
-        "html": lambda: _html(timeline, share, chain),
-    }
-    return f"{writers[form]().rstrip()}\n".encode()
+    schedule, costs, sizes, units = timeline.schedule, *share
+    match form:
+        case "text":
+            text = _text(timeline, share)
+        case "json":
+            text = _json(timeline, share, chain)
+        case "csv":
+            text = schedules.to_torch_csv(schedule)
+        case "trace":
+            from dualpipe_jax.schedule.formats.trace import MICROSECONDS
+
+            unit_us = MICROSECONDS.get(units.time, MICROSECONDS[""])
+            text = json.dumps(schedules.to_chrome_trace(timeline, unit_us, chain=chain))
+        case "html":
+            text = schedules.html_page(schedule, costs, sizes, units=units, chain=chain)
+        case "svg" | "png":
+            memory = sizes.for_schedule(schedule) if share.counts_memory else None
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, f"schedule.{form}")
+                schedules.plot(timeline, path, memory=memory, units=units, chain=chain)
+                return path.read_bytes()
+    return f"{text.rstrip()}\n".encode()
 
 
 def summary(timeline: Timeline, share: Share) -> tuple[str, Table]:
@@ -107,9 +122,6 @@ def _text(timeline: Timeline, share: Share) -> str:
 
 
 def _json(timeline: Timeline, share: Share, chain: Chain | None) -> str:
-    from dualpipe_jax.schedule.blame import slack
-    from dualpipe_jax.schedule.formats.json_text import to_json
-
     schedule = timeline.schedule
     simulated: dict[str, Any] = {
         ENTRY: share.entry(),
@@ -124,36 +136,5 @@ def _json(timeline: Timeline, share: Share, chain: Chain | None) -> str:
         "slack": slack(timeline),
     }
     if chain is not None:
-        simulated["why"] = [
-            dataclasses.asdict(link) | {"slot": "+".join(map(str, link.slot))} for link in chain
-        ]
-    return to_json(schedule, simulated)
-
-
-def _csv(timeline: Timeline) -> str:
-    from dualpipe_jax.schedule.formats.torch_csv import to_torch_csv
-
-    return to_torch_csv(timeline.schedule)
-
-
-def _trace(timeline: Timeline, share: Share, chain: Chain | None) -> str:
-    from dualpipe_jax.schedule.formats.trace import MICROSECONDS, to_chrome_trace
-
-    unit_us = MICROSECONDS.get(share.units.time, MICROSECONDS[""])
-    return json.dumps(to_chrome_trace(timeline, unit_us, chain=chain))
-
-
-def _html(timeline: Timeline, share: Share, chain: Chain | None) -> str:
-    from dualpipe_jax.schedule.formats.page import html_page
-
-    return html_page(timeline.schedule, share.costs, share.sizes, units=share.units, chain=chain)
-
-
-def _picture(timeline: Timeline, form: str, share: Share, chain: Chain | None) -> bytes:
-    from dualpipe_jax.schedule.formats.plot import plot
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / f"schedule.{form}"
-        memory = share.sizes.for_schedule(timeline.schedule) if share.counts_memory else None
-        plot(timeline, path, memory=memory, units=share.units, chain=chain)
-        return path.read_bytes()
+        simulated["why"] = [dataclasses.asdict(link) | {"slot": spelt(link.slot)} for link in chain]
+    return schedules.to_json(schedule, simulated)

@@ -5,15 +5,16 @@ A file of them may say more, such as what they are of and how they were measured
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dualpipe_jax.command.options import CommandError, Costs, Memory
-from dualpipe_jax.command.text import read_text
+from dualpipe_jax.command.options import CommandError, Costs, Memory, read_text
 from dualpipe_jax.present.numbers import Units
 from dualpipe_jax.schedule import CostModel, MemoryModel
+from dualpipe_jax.schedule.formats.costs_text import describe
 
 ENTRY = "of_a_share"
 """Where a schedule's file keeps them."""
@@ -39,6 +40,11 @@ class Share(NamedTuple):
     def counts_memory(self) -> bool:
         """Whether memory is more than the number of live activations."""
         return self.sizes != MemoryModel()
+
+    def words(self, ranks: int, microbatches: int, limit: float = math.inf) -> str:
+        """What schedules are looked at for, in a line."""
+        within = "" if limit == math.inf else f", memory limit {self.units.size(limit)}"
+        return f"{ranks} ranks, {microbatches} microbatches, {describe(self.costs, self.units)}{within}"
 
     def entry(self) -> dict[str, Any]:
         written = {"costs": dataclasses.asdict(self.costs), "memory": dataclasses.asdict(self.sizes)}

@@ -2,7 +2,8 @@
 
 A command is a dataclass. ``COMMON``, if its class has one, names the flags that stand first, in that order. The
 rest of the command's own options is the group "advanced", and each field that is a dataclass is a group of what it
-has besides. The docstring of a field is its help. Every option is one flag, however deep its field lies.
+has besides. The docstring of a field is its help. Every option is one flag, however deep its field lies. Fields that
+``HIDDEN`` of a class names are no options.
 
 An option that a file may say as well is None where it is left out: what is given counts, not what differs from the
 default. A dataclass that a whole file may stand for is None where none of its options is given.
@@ -83,7 +84,7 @@ class Option:
 
 
 def options_of(kind: type, default: Any = None) -> list[Option]:
-    """All options of a dataclass that are not suppressed, those of its dataclasses after its own.
+    """All options of a dataclass that are not hidden, those of its dataclasses after its own.
 
     Args:
       kind: the dataclass.
@@ -219,7 +220,7 @@ def _walk(kind: type, default: Any, path: tuple[str, ...], in_optional: bool = F
             later.append((group, known, here, in_optional or group is not inner))
             continue
         flag = _named(field.name, notes).replace("_", "-")
-        if tyro.conf.Suppress not in notes:
+        if field.name not in getattr(kind, "HIDDEN", ()):
             yield Option(here, flag, hints[field.name], value, texts.get(field.name, ""), in_optional)
     for group, known, here, optional in later:
         yield from _walk(group, known, here, optional)
@@ -243,10 +244,16 @@ def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def _dataclass(hint: Any) -> type | None:
     """The dataclass that a type is, or is where it is not None; None for any other type."""
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        known = [part for part in typing.get_args(hint) if part is not type(None)]
-        return _dataclass(known[0]) if len(known) == 1 else None
-    return hint if dataclasses.is_dataclass(hint) else None  # type: ignore[return-value]
+    known = _known(hint)
+    return known if dataclasses.is_dataclass(known) else None  # type: ignore[return-value]
+
+
+def _known(hint: Any) -> Any:
+    """The one type that a type is where it is not None; None where there are several."""
+    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
+        return hint
+    known = [part for part in typing.get_args(hint) if part is not type(None)]
+    return known[0] if len(known) == 1 else None
 
 
 def _named(name: str, notes: tuple[Any, ...]) -> str:
@@ -256,11 +263,9 @@ def _named(name: str, notes: tuple[Any, ...]) -> str:
 
 def _metavar(hint: Any) -> str | None:
     """How a value is written; of one that may be None as without that, for so it is without the option."""
-    inner, _ = _parts(hint)
+    # An annotation may stand around the union, around its one type, or both.
+    inner, _ = _parts(_known(_parts(hint)[0]))
     origin, parts = typing.get_origin(inner), typing.get_args(inner)
-    if origin in (types.UnionType, typing.Union):
-        known = [part for part in parts if part is not type(None)]
-        return _metavar(known[0]) if len(known) == 1 else None
     if origin is Literal:
         return "{" + ",".join(map(str, parts)) + "}"
     if origin is tuple and parts[1:] == (...,):

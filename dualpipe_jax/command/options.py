@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,8 +14,7 @@ import tyro
 
 from dualpipe_jax.installing import install_command
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, limit_stash
-from dualpipe_jax.schedule.names import SCHEDULES, takes
-from dualpipe_jax.schedule.names import make as make_schedule
+from dualpipe_jax.schedule.names import takes
 from dualpipe_jax.schedule.recipes.classic import MOST_ACTIONS
 
 Number = float | None
@@ -165,18 +165,20 @@ class Within:
     """The most that a rank may keep, in the unit of the memory options. Without these the unit is a
     microbatch's activations in a whole rank's share. If left out, there is no limit."""
 
+    @property
+    def limit(self) -> float:
+        """The memory limit that was given, infinite if none was.
 
-def limit_of(memory_limit: float | None) -> float:
-    """The memory limit that was given, infinite if none was.
-
-    Raises:
-      CommandError: it is no amount of memory.
-    """
-    if memory_limit is not None and not 0 < memory_limit < math.inf:
-        raise CommandError(
-            f"--memory-limit {memory_limit}: give a number above 0, or leave it out for no limit"
-        )
-    return math.inf if memory_limit is None else memory_limit
+        Raises:
+          CommandError: it is no amount of memory.
+        """
+        if self.memory_limit is None:
+            return math.inf
+        if not 0 < self.memory_limit < math.inf:
+            raise CommandError(
+                f"--memory-limit {self.memory_limit}: give a number above 0, or leave it out for no limit"
+            )
+        return self.memory_limit
 
 
 def check_jitter(jitter: float) -> None:
@@ -211,6 +213,22 @@ def check_files(*files: Path, flag: str = "--output") -> None:
             )
 
 
+def read_text(name: str) -> str:
+    """What a file holds, without a byte order mark.
+
+    Raises:
+      CommandError: nothing, or no text.
+    """
+    try:
+        data = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise CommandError(f"{name}: not a text; give a grid, JSON or PyTorch's CSV") from None
+    text = data.removeprefix("\ufeff")
+    if not text.strip():
+        raise CommandError(f"{name}: empty; give a grid, JSON or PyTorch's CSV")
+    return text
+
+
 def check_size(num_ranks: int, num_microbatches: int, shape: Shape, num_schedules: int = 1) -> None:
     """Whether so many schedules of these counts can be made in minutes.
 
@@ -233,30 +251,12 @@ def limited(schedule: Schedule, shape: Shape) -> Schedule:
     return schedule if shape.max_stash is None else limit_stash(schedule, shape.max_stash)
 
 
-def make(name: str, num_ranks: int, num_microbatches: int, shape: Shape) -> Schedule:
-    """The schedule that the options name.
-
-    Raises:
-      ValueError: there is none of that name, or not with these counts, or it is not cut as they say.
-    """
-    return limited(make_schedule(name, num_ranks, num_microbatches, shape.given()), shape)
-
-
-def recipes(shape: Shape) -> list[Callable[[int, int], Schedule]]:
-    """All recipes, cut and limited as the options say where they can be."""
-    return [shaped(recipe, shape) for recipe in SCHEDULES.values()]
-
-
 def shaped(recipe: Callable[..., Schedule], shape: Shape) -> Callable[[int, int], Schedule]:
     """A recipe, cut and limited as the options say where it can be."""
-    taken = _taken(recipe, shape)
+    taken = {option: count for option, count in shape.given().items() if takes(recipe, option)}
 
     @functools.wraps(recipe)
     def made(num_ranks: int, num_microbatches: int, **finer: int) -> Schedule:
         return limited(recipe(num_ranks, num_microbatches, **(taken | finer)), shape)
 
     return made
-
-
-def _taken(recipe: Callable[..., Schedule], shape: Shape) -> dict[str, Any]:
-    return {option: count for option, count in shape.given().items() if takes(recipe, option)}

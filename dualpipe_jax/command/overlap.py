@@ -1,7 +1,7 @@
 """`dualpipe overlap`: how much of the all-to-alls a target's compiler hides."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -88,10 +88,16 @@ class Overlap:
         self._check_what()
         trained = "nothing" if self.compiled is not None else "step" if self.whole else "pair"
         what = trained if self.what == "train" else self.what
-        plan = planned(self.plan, self.plan_file)
-        found = study(
-            plan, self.target, what, self.output, self.compiled, self.rates_file, requests=self.requests
+        request = Request(
+            planned(self.plan, self.plan_file),
+            self.target,
+            what,
+            tuple(map(str, self.output)),
+            None if self.compiled is None else str(self.compiled),
+            None if self.rates_file is None else str(self.rates_file),
+            requests=self.requests,
         )
+        found = study(request)
         compiled, target = found.compiled, found.target
         assert compiled is not None and target is not None
         title = f"{name_of(found)} ({target.devices} devices)\n" if self.compiled is None else ""
@@ -145,17 +151,7 @@ def planned(given: Plan | None, file: Path | None) -> Plan:
     return read_plan(file)
 
 
-def study(
-    plan: Plan,
-    target: str | None,
-    compile: str,
-    files: Sequence[Path] = (),
-    compiled: Path | None = None,
-    rates: Path | None = None,
-    title: str | None = None,
-    requests: int | None = None,
-    hints: bool = False,
-) -> Answer:
+def study(request: Request, title: str | None = None) -> Answer:
     """Ask ``dualpipe_jax.pods`` in a process of its own, which is called ``title``.
 
     Raises:
@@ -166,34 +162,25 @@ def study(
     from dualpipe_jax.inspect.measured import read_rates
     from dualpipe_jax.inspect.target import Target
 
-    if files and compile == "nothing" and compiled is None:
+    target, compile, files = request.target, request.compile, tuple(map(Path, request.files))
+    if files and compile == "nothing" and request.compiled is None:
         raise CommandError(
             "--output: nothing is compiled, so there is nothing to write; drop it or --compile"
         )
-    if compiled is not None and not compiled.exists():
-        raise CommandError(f"--compiled {compiled}: there is no such file or folder")
+    if request.compiled is not None and not Path(request.compiled).exists():
+        raise CommandError(f"--compiled {request.compiled}: there is no such file or folder")
     for file in files:
         if file.suffix.lower() not in _ENDINGS:
             raise CommandError(f"--output {file}: cannot tell what to write; end it in {', '.join(_ENDINGS)}")
     check_files(*files)
-    if rates is not None:
-        read_rates(rates)
+    if request.rates is not None:
+        read_rates(Path(request.rates))
     environment = {"JAX_PLATFORMS": "cpu"}
     if target is not None:
         known = Target.parse(target)
-        _check_timed(known, compile, files, rates)
+        _check_timed(known, request)
         environment |= known.environment
-    request = Request(
-        plan,
-        target,
-        compile,
-        tuple(str(file.absolute()) for file in files),
-        None if compiled is None else str(compiled),
-        None if rates is None else str(rates.absolute()),
-        hints,
-        requests,
-    )
-    called = title or target or plan.model
+    called = title or target or request.plan.model
     if target is not None and compile != "nothing":
         try:
             known.check_compiler()
@@ -209,12 +196,12 @@ def study(
     return answer
 
 
-def _check_timed(target: Any, compile: str, files: Sequence[Path], rates: Path | None) -> None:
+def _check_timed(target: Any, request: Request) -> None:
     """CPU devices are here: units are run and timed, no compiler's order is read."""
     if target.platform != "cpu":
         return
-    given = {"--output": bool(files), "--rates": rates is not None}
-    if compile not in ("nothing", "units"):
+    given = {"--output": bool(request.files), "--rates": request.rates is not None}
+    if request.compile not in ("nothing", "units"):
         raise CommandError(
             f"--target {target}: on CPU nothing overlaps, and a whole step is run by scripts/train; its units are "
             "timed by `dualpipe plan` and `dualpipe dryrun --compile units`"

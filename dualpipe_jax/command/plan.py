@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from tyro.conf import Fixed, Suppress, arg
+from tyro.conf import arg
 
 from dualpipe_jax.command.answers import Answers
 from dualpipe_jax.command.dryrun import remedies
@@ -32,20 +32,11 @@ from dualpipe_jax.step_options import AboveZero, Remat, Shard, StepOptions
 class Given(Chosen):
     """What is not chosen: the program, and whatever would change what it learns."""
 
-    schedule: Suppress[Fixed[str]] = "dualpipe"
-    layers_per_stage: Suppress[Fixed[Count]] = None
-    stage_layers: Suppress[Fixed[tuple[int, ...]]] = ()
-    stages_per_rank: Suppress[Fixed[Count]] = None
-    max_stash: Suppress[Fixed[int | None]] = None
-    pp: Suppress[Fixed[int]] = 4
-    ep: Suppress[Fixed[int]] = 4
-    dp: Suppress[Fixed[int]] = 1
-    microbatches: Suppress[Fixed[Count]] = None
-    microbatch_size: Suppress[Fixed[Count]] = None
-    remat: Suppress[Fixed[Remat]] = "none"
-    dispatch: Suppress[Fixed[Literal["dropless", "capacity"]]] = "dropless"
-    shard: Suppress[Fixed[Shard]] = "nothing"
-    overlap: Suppress[Fixed[bool]] = True
+    HIDDEN: ClassVar = (
+        "schedule", "layers_per_stage", "stage_layers", "stages_per_rank", "max_stash", "pp", "ep", "dp",
+        "microbatches", "microbatch_size", "remat", "dispatch", "shard", "overlap",
+    )  # fmt: skip
+
     capacity_factor: AboveZero | None = None
     """Room in multiples of an even load, beyond which tokens are dropped: of each expert with capacity, of each
     pair of devices with dropless. If left out, capacity has 2, and dropless room for all tokens; but where that

@@ -76,7 +76,8 @@ class Probe:
             show_json(found | dataclasses.asdict(result))
         else:
             show(_devices(found["devices"]), *_tables(results), "", *result.sentences)
-        worked = result.divergence is not None if result.told else _none_failed(results)
+        none_failed = all(result.get("ok", True) for result in results.values())
+        worked = result.divergence is not None if result.told else none_failed
         return 0 if worked else 1
 
     def explore(self, names: list[str]) -> dict[str, Any]:
@@ -172,10 +173,6 @@ def _chosen(only: tuple[str, ...]) -> list[str]:
         return [*ALL]
     chosen = [name for name in known if any(name.startswith(asked) for asked in only)]
     return [name for name in chosen if name != PERMUTE_INSIDE or name in only]
-
-
-def _none_failed(results: dict[str, Any]) -> bool:
-    return all(result.get("ok", True) for result in results.values())
 
 
 def _devices(found: dict[str, Any]) -> str:

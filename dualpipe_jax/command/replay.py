@@ -6,13 +6,13 @@ from typing import Annotated, Any
 import tyro
 
 from dualpipe_jax.command.given import Given
-from dualpipe_jax.command.options import CommandError, Costs, Memory
+from dualpipe_jax.command.options import CommandError, Costs, Memory, read_text
 from dualpipe_jax.command.output import show, show_json
-from dualpipe_jax.command.text import read_text
 from dualpipe_jax.present.numbers import Units, number, percent
 from dualpipe_jax.present.table import Table
 from dualpipe_jax.schedule.formats.costs_text import describe
 from dualpipe_jax.schedule.formats.measured import read_measured
+from dualpipe_jax.schedule.ir import spelt
 from dualpipe_jax.schedule.replay import Replay, replay
 
 
@@ -87,20 +87,13 @@ def _report(found: Replay, units: Units, top: int) -> list[str | Table]:
 def _ranks(found: Replay, units: Units, top: int) -> Table:
     measured, simulated = found.measured, found.simulated
     head = "rank", units.of_time("works"), "simulated", "idles", "simulated", "through at", "simulated"
+    through = ([ends[-1] if ends else 0.0 for ends in line.ends] for line in (measured, simulated))
+    columns = measured.busy, simulated.busy, measured.idle, simulated.idle, *through
     rows = (
-        tuple(
-            number(row[rank], of=measured.makespan)
-            for row in (
-                measured.busy,
-                simulated.busy,
-                measured.idle,
-                simulated.idle,
-                *([ends[-1] if ends else 0.0 for ends in line.ends] for line in (measured, simulated)),
-            )
-        )
+        (str(rank), *(number(column[rank], of=measured.makespan) for column in columns))
         for rank in found.ranks[:top]
     )
-    return Table(head, tuple((str(rank), *row) for rank, row in zip(found.ranks, rows, strict=False)))
+    return Table(head, tuple(rows))
 
 
 def _units(found: Replay, units: Units, top: int) -> Table:
@@ -120,7 +113,7 @@ def _units(found: Replay, units: Units, top: int) -> Table:
 def _slots(found: Replay, units: Units, top: int) -> Table:
     head = "slot", "rank", units.of_time("from"), "took", "simulated"
     rows = (
-        ("+".join(map(str, late.slot)), str(late.rank), *map(number, (late.start, late.took, late.simulated)))
+        (spelt(late.slot), str(late.rank), *map(number, (late.start, late.took, late.simulated)))
         for late in found.slots[:top]
     )
     return Table(head, tuple(rows))
@@ -148,7 +141,7 @@ def _facts(found: Replay, units: Units) -> dict[str, Any]:
             for unit in found.units
         ],
         "slots": [
-            {"rank": late.rank, "slot": "+".join(map(str, late.slot)), "start": late.start}
+            {"rank": late.rank, "slot": spelt(late.slot), "start": late.start}
             | {"took": late.took, "simulated": late.simulated}
             for late in found.slots[:100]
         ],

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import tyro
 
 from dualpipe_jax.command.compare import Row, by_merit, rows_of, tabulate
-from dualpipe_jax.command.formats import Format, encode, format_of, write
+from dualpipe_jax.command.formats import encode, format_of, write
 from dualpipe_jax.command.given import Given, Share
 from dualpipe_jax.command.options import (
     Costs,
@@ -20,13 +20,11 @@ from dualpipe_jax.command.options import (
     Shape,
     Within,
     check_size,
-    limit_of,
 )
 from dualpipe_jax.command.output import in_terminal, show, show_json, waiting
 from dualpipe_jax.present.numbers import Units, percent
-from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Schedule, Timeline, simulate
+from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Schedule, simulate
 from dualpipe_jax.schedule.costs import HAIR, at_most
-from dualpipe_jax.schedule.formats.costs_text import describe
 from dualpipe_jax.schedule.formats.json_text import to_json
 from dualpipe_jax.schedule.optimize.seeds import served
 
@@ -73,14 +71,18 @@ class Search(Within):
             found = self.find(costs, sizes)
         seconds = time.perf_counter() - began
         timeline = simulate(found, costs.for_schedule(found))
-        self.keep(timeline, share, form)
+        if self.output is not None:
+            write(encode(timeline, form, share), self.output)
         ours, named = Row.of(timeline, costs, sizes, self.limit), self.named(share)
         if self.json:
             show_json(_facts(found, ours, named, seconds) | {"units": dataclasses.asdict(units)})
         else:
             rows = by_merit([ours, *named])
-            show(self.given(share), tabulate(rows, share, best=rows.index(ours)))
-            show(f"{_verdict(ours, named, units)}; found in {seconds:.1f} s{self.kept()}")
+            given = share.words(self.ranks, self.microbatches, self.limit)
+            show(given, tabulate(rows, share, best=rows.index(ours)))
+            unwritten = "; --output FILE keeps it" if in_terminal() else ""
+            kept = unwritten if self.output is None else f"; written to {self.output}"
+            show(f"{_verdict(ours, named, units)}; found in {seconds:.1f} s{kept}")
         return 0
 
     def find(self, costs: CostModel, sizes: MemoryModel) -> Schedule:
@@ -107,30 +109,11 @@ class Search(Within):
                 raise NothingFits(str(error).replace("memory_limit=", "--memory-limit ")) from None
             raise
 
-    @property
-    def limit(self) -> float:
-        return limit_of(self.memory_limit)
-
     def named(self, share: Share) -> list[Row]:
         """The named schedules that fit the memory, the best first."""
         schedules = served(ALL_SCHEDULES, self.ranks, self.microbatches)
         rows = rows_of(schedules, share, {}, self.limit)
         return by_merit(row for row in rows if at_most(row.memory, self.limit))
-
-    def keep(self, timeline: Timeline, share: Share, form: Format) -> None:
-        """Write the schedule to the file, if there is to be one."""
-        if self.output is not None:
-            write(encode(timeline, form, share), self.output)
-
-    def kept(self) -> str:
-        """Where it was written, or how it can be."""
-        if self.output is not None:
-            return f"; written to {self.output}"
-        return "; --output FILE keeps it" if in_terminal() else ""
-
-    def given(self, share: Share) -> str:
-        limit = "" if self.memory_limit is None else f", memory limit {share.units.size(self.limit)}"
-        return f"{self.ranks} ranks, {self.microbatches} microbatches, {describe(share.costs, share.units)}{limit}"
 
 
 def _verdict(ours: Row, named: list[Row], units: Units) -> str:

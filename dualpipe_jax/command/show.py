@@ -16,6 +16,7 @@ from dualpipe_jax.schedule import Timeline, simulate
 from dualpipe_jax.schedule.blame import Link, critical_path, why_idle
 from dualpipe_jax.schedule.formats.costs_text import describe
 from dualpipe_jax.schedule.formats.text import INSTEAD, most_characters
+from dualpipe_jax.schedule.ir import spelt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +61,12 @@ class Show:
         schedule, given = schedule_of(self.name, self.ranks, self.microbatches, self.shape, self.pipes)
         share = given.under(self.costs, self.memory)
         timeline = simulate(schedule, share.costs.for_schedule(schedule))
-        chain = None if self.why is None else _chain(timeline, self.why)
+        moment = None if self.why in (None, "path") else _moment(self.why)
+        chain = None
+        if self.why is not None:
+            chain = critical_path(timeline) if moment is None else why_idle(timeline, *moment)
         if chain is not None and form == "text":
-            write(f"{_explain(timeline, self.why, chain, share.units)}\n".encode(), self.output)
+            write(f"{_explain(timeline, moment, chain, share.units)}\n".encode(), self.output)
         elif form == "text" and self.output is None and in_terminal():
             draw_in_terminal(timeline, share)
         else:
@@ -88,23 +92,18 @@ def _check_lines(num_ranks: int, num_microbatches: int, shape: Shape) -> None:
         )
 
 
-def _chain(timeline: Timeline, asked: str) -> list[Link]:
-    """What a rank waits for at a time, or the critical path."""
-    return critical_path(timeline) if asked == "path" else why_idle(timeline, *_moment(asked))
-
-
-def _moment(asked: str) -> tuple[int, float]:
-    match = re.fullmatch(r"(\d{1,9})@(\d{1,15}(?:\.\d{1,15})?)", asked)
+def _moment(asked: str | None) -> tuple[int, float]:
+    match = re.fullmatch(r"(\d{1,9})@(\d{1,15}(?:\.\d{1,15})?)", asked or "")
     if match is None:
         raise CommandError(f"--why {asked!r}: expected a rank and a time, such as 5@21, or path")
     return int(match[1]), float(match[2])
 
 
-def _explain(timeline: Timeline, asked: str | None, links: list[Link], units: Units) -> str:
-    """A line for each link of a chain."""
-    if asked == "path":
+def _explain(timeline: Timeline, moment: tuple[int, float] | None, links: list[Link], units: Units) -> str:
+    """A line for each link of the chain of a rank's moment, or of the critical path where there is none."""
+    if moment is None:
         return "\n".join([f"the step takes {units.duration(timeline.makespan)}, last", *_lines(links)])
-    rank, time = _moment(asked or "")
+    rank, time = moment
     if not links:
         return f"rank {rank} at {units.duration(time)}: works, or is through with all that it has to do"
     head = f"rank {rank} at {number(time)}: idle until {units.duration(links[0].start)}, where it runs"
@@ -114,8 +113,7 @@ def _explain(timeline: Timeline, asked: str | None, links: list[Link], units: Un
 def _lines(links: list[Link]) -> list[str]:
     lines = []
     for link, after in zip(links, [*links[1:], None], strict=True):
-        slot = "+".join(map(str, link.slot))
-        line = f"  rank {link.rank}: {slot} from {number(link.start)} to {number(link.end)}"
+        line = f"  rank {link.rank}: {spelt(link.slot)} from {number(link.start)} to {number(link.end)}"
         if after is not None:
             line += ", which waits for what comes from" if after.sent else ", which follows on"
         lines.append(line)

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dualpipe_jax.command.given import Given, remembered
-from dualpipe_jax.command.options import CommandError, Shape, check_size, limited, make, shaped
-from dualpipe_jax.command.text import read_text
+from dualpipe_jax.command.options import CommandError, Shape, check_size, limited, read_text, shaped
 from dualpipe_jax.schedule import Placement, Schedule, ScheduleError, parse_grid, validate
 from dualpipe_jax.schedule.formats.json_text import from_json
-from dualpipe_jax.schedule.names import SCHEDULES, find, is_known
+from dualpipe_jax.schedule.names import SCHEDULES, find, is_known, make
 
 
 def is_file(name: str) -> bool:
@@ -35,7 +34,7 @@ def schedule_of(
     if ranks is None or microbatches is None:
         raise CommandError(f"show {find(name).__name__}: add --ranks and --microbatches")
     check_size(ranks, microbatches, shape)
-    return make(name, ranks, microbatches, shape), Given()
+    return limited(make(name, ranks, microbatches, shape.given()), shape), Given()
 
 
 def schedules_of(

@@ -38,9 +38,11 @@ SPLIT = (
 class Link:
     """What lies between."""
 
+    HIDDEN: ClassVar = ("unseen",)
+
     speed: float = 2.0
     """Bytes of a second. If left out, two."""
-    unseen: tyro.conf.Suppress[int] = 3
+    unseen: int = 3
 
 
 @dataclasses.dataclass(frozen=True)

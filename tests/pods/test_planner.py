@@ -286,11 +286,11 @@ def studied(monkeypatch):
     """Dry runs are answered at once; what was asked, and what happens at the n-th."""
     asked, events = [], {}
 
-    def study(plan, target, compile, rates=None, title=None, hints=False):
-        asked.append((plan, compile))
+    def study(request, title):
+        asked.append((request.plan, request.compile))
         if (event := events.get(len(asked))) is not None:
             raise event
-        return answer(plan, compile)
+        return answer(request.plan, request.compile)
 
     monkeypatch.setattr(answers, "study", study)
     return asked, events
@@ -339,15 +339,16 @@ def test_the_best_plans_are_printed_and_kept(studied, tmp_path, capsys):
 def test_programs_that_grow_with_their_stages_are_told(studied, tmp_path, capsys, monkeypatch):
     several = itertools.count(100)
 
-    def study(plan, target, compile, rates=None, title=None, hints=False):
-        return dataclasses.replace(answer(plan, compile), parameters=Parameters(next(several) // 3, 1, 1))
+    def study(request, title):
+        found = answer(request.plan, request.compile)
+        return dataclasses.replace(found, parameters=Parameters(next(several) // 3, 1, 1))
 
     monkeypatch.setattr(answers, "study", study)
     assert planned(tmp_path) == 0
     assert "these are different models, of 33, 34, 35 parameters" in capsys.readouterr().out
 
 
-def layered(plan, compile, rates=None, title=None, hints=False, own=(3, 2, 2, 2)):
+def layered(plan, compile, own=(3, 2, 2, 2)):
     """Four stages of layers that take 1e6 cycles forwards and twice that backwards; a head as much as two layers."""
     layers = plan.stage_layers or own
     deep = {"/first": layers[0], "": max(layers[1:-1]), "/last": layers[-1] + 2}
@@ -360,9 +361,9 @@ def test_layers_are_moved_where_the_ends_take_more_or_less(monkeypatch, tmp_path
     """The last stage takes as much as four layers; three for the first and 2 x 2, or 2 and 2 x 3, leave it three."""
     asked = []
 
-    def study(plan, target, compile, **more):
-        asked.append((plan.stage_layers, compile))
-        return layered(plan, compile, **more)
+    def study(request, title):
+        asked.append((request.plan.stage_layers, request.compile))
+        return layered(request.plan, request.compile)
 
     monkeypatch.setattr(answers, "study", study)
     options = ["--pp", "4", "--schedule", "1f1b", "--shard", "nothing"]
@@ -436,10 +437,10 @@ def test_a_case_that_fails_is_not_the_end(studied, tmp_path, capsys):
 def test_where_nothing_fits_options_are_told_that_would_make_it_fit(monkeypatch, tmp_path, capsys):
     asked = []
 
-    def study(plan, target, compile, rates=None, title=None, hints=False):
-        found = answer(plan, compile, memory=GIB)
-        if hints:
-            asked.append(plan)
+    def study(request, title):
+        found = answer(request.plan, request.compile, memory=GIB)
+        if request.hints:
+            asked.append(request.plan)
             remedy = Remedy("--remat all", GIB // 2, "layers are computed again")
             found = dataclasses.replace(found, memory=dataclasses.replace(found.memory, remedies=(remedy,)))
         return found
@@ -459,10 +460,10 @@ def test_where_nothing_fits_options_are_told_that_would_make_it_fit(monkeypatch,
 
 
 def test_results_are_told_where_no_hint_can_be_had(monkeypatch, tmp_path, capsys):
-    def study(plan, target, compile, rates=None, title=None, hints=False):
-        if hints:
+    def study(request, title):
+        if request.hints:
             raise Died("ended by SIGKILL", "counting", {})
-        return answer(plan, compile, memory=GIB)
+        return answer(request.plan, request.compile, memory=GIB)
 
     monkeypatch.setattr(answers, "study", study)
     assert planned(tmp_path) == 1
@@ -624,10 +625,11 @@ def test_replicas_hold_the_same_and_share_a_microbatch():
 def test_the_update_is_compiled_in_a_form_that_fits(studied, tmp_path, monkeypatch):
     asked, _ = studied
 
-    def large(plan, target, compile, **more):
-        asked.append((plan, compile))
+    def large(request, title):
+        plan = request.plan
+        asked.append((plan, request.compile))
         fixed = {"nothing": 20 * GIB, "optimizer": 3 * GIB, "parameters": 2 * GIB}[plan.shard]
-        return answer(plan, compile, fixed=fixed)
+        return answer(plan, request.compile, fixed=fixed)
 
     monkeypatch.setattr(answers, "study", large)
     assert planned(tmp_path, "--json") == 0
