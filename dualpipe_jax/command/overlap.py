@@ -180,6 +180,8 @@ def study(request: Request, title: str | None = None) -> Answer:
         known = Target.parse(target)
         _check_timed(known, request)
         environment |= known.environment
+    rates = None if request.rates is None else str(Path(request.rates).absolute())
+    request = dataclasses.replace(request, files=tuple(str(file.absolute()) for file in files), rates=rates)
     called = title or target or request.plan.model
     if target is not None and compile != "nothing":
         try:
