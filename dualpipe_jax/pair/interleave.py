@@ -201,7 +201,7 @@ class _Pair:
                 reads.append(ExtraWork((old,), (value, before), _copied_out(pool), cost=2.0 * value.nbytes))
         if pool.write is not None:
             output = first.outputs[pool.output]
-            cost = 2.0 * (output if isinstance(output, Value) else output.kind).nbytes
+            cost = 2.0 * output.kind.nbytes
             self.writes.append(
                 ExtraWork((before, output), (new,), _as_list(pool.write), cost=cost, after=tuple(after))
             )

@@ -8,7 +8,7 @@ import jax
 
 from dualpipe_jax.pair.interleave import interleave
 from dualpipe_jax.split.graph import Program
-from dualpipe_jax.split.run import zeros_like
+from dualpipe_jax.split.run import zeros
 from dualpipe_jax.split.slices import prune
 from dualpipe_jax.split.trace import trace_program
 
@@ -47,7 +47,7 @@ def side_by_side(
         start = len(jax.tree.leaves(first_arguments))
         handed = dict(enumerate(jax.tree.leaves(numbers), start))
         # Zeros of the right types, for tracing; the first is later given the second's outputs in their place.
-        stand_ins = jax.tree.map(lambda k: zeros_like(other.outputs[k]), numbers)
+        stand_ins = jax.tree.map(lambda k: zeros(other.outputs[k].kind), numbers)
         first_arguments = (*first_arguments, stand_ins)
     one, one_tree = _traced(first, first_arguments)
     ours, theirs = interleave(

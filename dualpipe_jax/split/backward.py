@@ -1,6 +1,7 @@
 """Split the backward of any JAX function in two: the front door."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
@@ -12,61 +13,54 @@ from dualpipe_jax.split.trace import trace_backward
 
 Tree: TypeAlias = Any
 Arrays: TypeAlias = list[Any]
+Residuals: TypeAlias = tuple[Arrays, Arrays]
+"""What the forward keeps for I alone, and what it keeps for W."""
 
 
+@dataclass(frozen=True, eq=False)
 class SplitFunction:
     """What ``split_backward`` gives; see there."""
 
-    def __init__(
-        self,
-        function: Callable[[Tree, Tree], Any],
-        has_aux: bool,
-        wanted: tuple[Tree, Tree],
-        at_hand: Tree,
-        sums: Sequence[Any] | None,
-    ):
-        self._function = function
-        self._has_aux = has_aux
-        self._wanted = wanted
-        self._at_hand = at_hand
-        self._sums = sums
-        self._plans: dict[Any, SplitPlan] = {}
+    function: Callable[[Tree, Tree], Any]
+    has_aux: bool
+    wanted: tuple[Tree, Tree]
+    at_hand: Tree
+    sums: Sequence[Any] | None
+    _plans: dict[Any, SplitPlan] = field(default_factory=dict, init=False, repr=False)
 
     def trace(self, params: Tree, x: Tree) -> SplitPlan:
         """The plan for these shapes; arrays, tracers or ShapeDtypeStructs. Kept for the next call."""
         leaves, tree = jax.tree.flatten((params, x))
         key = tree, tuple(map(_type_key, leaves)), jax.sharding.get_abstract_mesh(), _settings()
         if key not in self._plans:
-            asked = [*flags("wanted", self._wanted[0], params), *flags("wanted", self._wanted[1], x)]
+            asked = [*flags("wanted", self.wanted[0], params), *flags("wanted", self.wanted[1], x)]
             wanted = [
                 ask and is_floating(leaf) for ask, leaf in zip(asked, map(jax.typeof, leaves), strict=True)
             ]
-            joint = trace_backward(self._function, params, x, self._has_aux, wanted, self._sums)
+            joint = trace_backward(self.function, params, x, self.has_aux, wanted, self.sums)
             trees = jax.tree.structure(params), jax.tree.structure(x)
-            plan = make_plan(joint, wanted, flags("at_hand", self._at_hand, x), trees)
+            plan = make_plan(joint, wanted, flags("at_hand", self.at_hand, x), trees)
             if joint.holds_tracers:  # captured from the caller's trace: no use to anyone else
                 return plan
             self._plans[key] = plan
         return self._plans[key]
 
-    def forward(self, params: Tree, x: Tree) -> tuple[Any, Any]:
+    def forward(self, params: Tree, x: Tree) -> tuple[Any, Residuals]:
         """Gives ``(y, residuals)``, or ``((y, aux), residuals)`` with has_aux."""
         y, aux, residuals_i, residuals_w = self.trace(params, x).forward(params, x)
-        return ((y, aux) if self._has_aux else y), (residuals_i, residuals_w)
+        return ((y, aux) if self.has_aux else y), (residuals_i, residuals_w)
 
-    def backward_input(self, params: Tree, x: Tree, residuals: Any, dy: Tree) -> tuple[Tree, Arrays]:
+    def backward_input(self, params: Tree, x: Tree, residuals: Residuals, dy: Tree) -> tuple[Tree, Arrays]:
         """Gives ``(dx, stash)``."""
-        residuals_i, residuals_w = residuals
-        return self.trace(params, x).backward_input(params, x, residuals_i, residuals_w, dy)
+        return self.trace(params, x).backward_input(params, x, *residuals, dy)
 
-    def backward_weight(self, params: Tree, x: Tree, residuals: Any, stash: Arrays) -> Tree:
+    def backward_weight(self, params: Tree, x: Tree, residuals: Residuals, stash: Arrays) -> Tree:
         """Gives dparams."""
         return self.trace(params, x).backward_weight(params, x, residuals[1], stash)
 
-    def backward(self, params: Tree, x: Tree, residuals: Any, dy: Tree) -> tuple[Tree, Tree]:
+    def backward(self, params: Tree, x: Tree, residuals: Residuals, dy: Tree) -> tuple[Tree, Tree]:
         """Gives ``(dparams, dx)``: I and W at once."""
-        residuals_i, residuals_w = residuals
-        return self.trace(params, x).backward(params, x, residuals_i, residuals_w, dy)
+        return self.trace(params, x).backward(params, x, *residuals, dy)
 
 
 @typechecked

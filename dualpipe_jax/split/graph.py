@@ -6,7 +6,7 @@ value may be computed by two programs (that is what recomputing means here).
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,6 +29,11 @@ class Value:
         self.dtype = dtype
         self.varying = varying
         self.memory = memory
+
+    @property
+    def kind(self) -> "Value":
+        """The type of an atom: of a value itself."""
+        return self
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +71,7 @@ class Equation:
       scope: where in the user's code it stood, for profiles.
       collectives: the mesh axes of each collective primitive that it is, or holds.
       effectful: it does something besides its outputs (a debug print).
-      pinned: the user marked it as part of a weight gradient (see linear.split_vjp).
+      pinned: the user marked it as part of a weight gradient (see declared.split_vjp).
       flops: what it spends in matmuls and convolutions.
     """
 
@@ -168,6 +173,20 @@ class Cond:
     @property
     def inputs(self) -> tuple[Atom, ...]:
         return (self.index, *self.operands)
+
+    def giving(self, places: Sequence[int]) -> "Cond":
+        """The same with only these outputs."""
+
+        def chosen(outputs: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(outputs[place] for place in places)
+
+        branches = tuple(replace(branch, outputs=chosen(branch.outputs)) for branch in self.branches)
+        return replace(self, branches=branches, outputs=chosen(self.outputs))
+
+    def running(self, equations: Iterable[tuple["Node", ...]]) -> "Cond":
+        """The same with other equations in its branches."""
+        pairs = zip(self.branches, equations, strict=True)
+        return replace(self, branches=tuple(replace(branch, equations=own) for branch, own in pairs))
 
 
 Node: TypeAlias = Equation | Scan | Cond

@@ -73,14 +73,9 @@ def _of_scan(scan: Scan, name: str) -> tuple[Scan, list[Value]]:
 def _of_cond(cond: Cond, name: str) -> tuple[Cond, list[Value]]:
     each = [_outside(branch.equations, name) for branch in cond.branches]
     every = [(number, value) for number, (_, marked) in enumerate(each) for value in marked]
-
-    def branch(number: int, old: Program, inside: tuple[Node, ...]) -> Program:
+    branches = []
+    for number, (branch, (inside, _)) in enumerate(zip(cond.branches, each, strict=True)):
         more: list[Atom] = [value if home == number else Constant(0, value.like()) for home, value in every]
-        return Program(old.inputs, inside, (*old.outputs, *more))
-
-    branches = tuple(
-        branch(number, old, inside)
-        for number, (old, (inside, _)) in enumerate(zip(cond.branches, each, strict=True))
-    )
+        branches.append(Program(branch.inputs, inside, (*branch.outputs, *more)))
     outer = [value.like() for _, value in every]
-    return dataclasses.replace(cond, branches=branches, outputs=(*cond.outputs, *outer)), outer
+    return dataclasses.replace(cond, branches=tuple(branches), outputs=(*cond.outputs, *outer)), outer

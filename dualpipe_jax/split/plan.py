@@ -253,8 +253,7 @@ def _has(gradients: Iterable[Atom | None]) -> list[bool]:
 
 
 def _struct(atom: Atom) -> jax.ShapeDtypeStruct:
-    kind = atom if isinstance(atom, Value) else atom.kind
-    return jax.ShapeDtypeStruct(kind.shape, kind.dtype)
+    return jax.ShapeDtypeStruct(atom.kind.shape, atom.kind.dtype)
 
 
 def _keep(x: Iterable[Value], programs: Programs) -> tuple[Keep, ...]:

@@ -15,7 +15,6 @@ from dualpipe_jax.split.graph import (
     Cond,
     Constant,
     Node,
-    Program,
     Scan,
     Stacked,
     Value,
@@ -128,26 +127,17 @@ def _by_inner(bindings: Iterable[Binding]) -> dict[Value, Binding]:
 def _split_cond(
     cond: Cond, trimmed: Cond, free: Collection[Value], movable: Movable
 ) -> tuple[Cond, Cond | None]:
-    early_outputs = set(trimmed.outputs)
-    is_early = [output in early_outputs for output in cond.outputs]
-    parts = []
-    for branch in cond.branches:
-        early = [atom for atom, yes in zip(branch.outputs, is_early, strict=True) if yes]
-        late = [atom for atom, yes in zip(branch.outputs, is_early, strict=True) if not yes]
-        given = branch_known(cond, branch, free)
-        parts.append((early, late, split_equations(branch.equations, early, late, given, movable=movable)))
-    pairs = list(zip(cond.branches, parts, strict=True))
-    first = replace(
-        cond,
-        branches=tuple(Program(b.inputs, p.early, tuple(early)) for b, (early, _, p) in pairs),
-        outputs=tuple(o for o, yes in zip(cond.outputs, is_early, strict=True) if yes),
-    )
-    second = replace(
-        cond,
-        branches=tuple(Program(b.inputs, p.late, tuple(late)) for b, (_, late, p) in pairs),
-        outputs=tuple(o for o, yes in zip(cond.outputs, is_early, strict=True) if not yes),
-    )
-    return connect_conds(first, second, [p.values for _, _, p in parts])
+    ahead = [place for place, output in enumerate(cond.outputs) if output in trimmed.outputs]
+    behind = [place for place in range(len(cond.outputs)) if place not in ahead]
+    first, second = cond.giving(ahead), cond.giving(behind)
+    parts = [
+        split_equations(
+            branch.equations, own.outputs, rest.outputs, branch_known(cond, branch, free), movable=movable
+        )
+        for branch, own, rest in zip(cond.branches, first.branches, second.branches, strict=True)
+    ]
+    first, second = first.running(p.early for p in parts), second.running(p.late for p in parts)
+    return connect_conds(first, second, [p.values for p in parts])
 
 
 def connect_conds(

@@ -78,7 +78,7 @@ def _relink_cond(early: Cond, late: Cond, free: Collection[Value]) -> tuple[Cond
         if isinstance(operand, Value) and operand in outputs
     }
     own = [place for place in range(len(late.operands)) if place not in linked]
-    firsts, seconds, crossings = [], [], []
+    aheads, seconds, crossings = [], [], []
     for mine, theirs in zip(early.branches, late.branches, strict=True):
         mapping = {theirs.inputs[place]: mine.outputs[source] for place, source in linked.items()}
         wanted = tuple(swap(atom, mapping) for atom in theirs.outputs)
@@ -93,12 +93,12 @@ def _relink_cond(early: Cond, late: Cond, free: Collection[Value]) -> tuple[Cond
             late_inputs=set(inputs),
             repeatable=is_arithmetic,
         )
-        firsts.append(replace(mine, equations=parts.early))
+        aheads.append(parts.early)
         seconds.append(Program((*inputs, *mine.inputs), parts.late, wanted))
         crossings.append(parts.values)
     operands = (*(late.operands[place] for place in own), *early.operands)
     ahead, behind = connect_conds(
-        replace(early, branches=tuple(firsts)),
+        early.running(aheads),
         replace(late, branches=tuple(seconds), operands=operands),
         crossings,
     )

@@ -27,10 +27,6 @@ def zeros(kind: Value) -> Any:
     return _full(Constant(0, kind))
 
 
-def zeros_like(atom: Atom) -> Any:
-    return zeros(atom if isinstance(atom, Value) else atom.kind)
-
-
 def values_of(known: dict[Value, Any], atoms: Sequence[Atom]) -> list[Any]:
     return [_array(known, atom) for atom in atoms]
 
@@ -52,17 +48,13 @@ def _bind(equation: Equation, known: dict[Value, Any]) -> Sequence[Any]:
     inputs = [known[a] if isinstance(a, Value) else _operand(a) for a in equation.inputs]
     if equation.name in _CASTS and equation.params.get("to", "varying") == "varying":
         return [vary(array, value.varying) for array, value in zip(inputs, equation.outputs, strict=True)]
-    if _extra_axes(equation.inputs, inputs) and len({_axes_of(atom) for atom in equation.inputs}) == 1:
+    if _extra_axes(equation.inputs, inputs) and len({atom.kind.varying for atom in equation.inputs}) == 1:
         inputs = vary_alike(inputs)
     bound = equation.primitive.get_bind_params(equation.params)
     functions, params = bound if isinstance(bound, tuple) else ((), bound)
     with equation.context.manager if equation.context is not None else contextlib.nullcontext():
         outputs = equation.primitive.bind(*functions, *inputs, **params)
     return outputs if equation.primitive.multiple_results else [outputs]
-
-
-def _axes_of(atom: Atom) -> frozenset[str]:
-    return (atom if isinstance(atom, Value) else atom.kind).varying
 
 
 def _extra_axes(atoms: Sequence[Atom], arrays: Sequence[Any]) -> frozenset[str]:
@@ -80,21 +72,20 @@ def _run_scan(scan: Scan, known: dict[Value, Any]) -> Sequence[Any]:
     inputs = values_of(known, scan.inputs)
     extra = _extra_axes(scan.inputs, inputs)
     carried = [c.inner.varying | extra if extra else frozenset() for c in scan.carry]
+    names = (*(b.inner for b in scan.consts), *(c.inner for c in scan.carry), *(b.inner for b in scan.xs))
+    num_consts, num_carry = len(scan.consts), len(scan.carry)
 
     def typed(carry: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(map(vary, carry, carried))
 
     def body(carry: tuple[Any, ...], xs: tuple[Any, ...]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        inner = dict(consts)
-        inner.update(zip((c.inner for c in scan.carry), carry, strict=True))
-        inner.update(zip((b.inner for b in scan.xs), xs, strict=True))
+        inner = dict(zip(names, (*consts, *carry, *xs), strict=True))
         run(scan.equations, inner)
-        updates = [_array(inner, c.update) for c in scan.carry]
-        return typed(updates), tuple(_array(inner, y.inner) for y in scan.ys)
+        made = values_of(inner, scan.updates)
+        return typed(made[:num_carry]), tuple(made[num_carry:])
 
-    num_consts, num_carry = len(scan.consts), len(scan.carry)
-    consts = dict(zip((b.inner for b in scan.consts), inputs[:num_consts], strict=True))
-    start, xs = inputs[num_consts : num_consts + num_carry], inputs[num_consts + num_carry :]
+    consts, start = inputs[:num_consts], inputs[num_consts : num_consts + num_carry]
+    xs = inputs[num_consts + num_carry :]
     carry, ys = lax.scan(
         body, typed(start), tuple(xs), length=scan.length, reverse=scan.reverse, unroll=scan.unroll
     )

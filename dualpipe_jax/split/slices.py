@@ -77,23 +77,20 @@ def trim_cond(
 ) -> Cond | None:
     """The cond without the outputs and operands that ``live`` does not need."""
     places = [place for place, output in enumerate(cond.outputs) if output in live]
-    outputs = [[branch.outputs[place] for place in places] for branch in cond.branches]
-    pruned = [prune(b.equations, o, keep) for b, o in zip(cond.branches, outputs, strict=True)]
+    kept = cond.giving(places)
+    pruned = [prune(branch.equations, branch.outputs, keep) for branch in kept.branches]
     if not places and not any(equations for equations, _ in pruned):
         return None
     used = [
         place
         for place in range(len(cond.operands))
-        if any(b.inputs[place] in needed for b, (_, needed) in zip(cond.branches, pruned, strict=True))
+        if any(b.inputs[place] in needed for b, (_, needed) in zip(kept.branches, pruned, strict=True))
     ]
     branches = tuple(
-        Program(tuple(branch.inputs[place] for place in used), equations, tuple(wanted))
-        for branch, wanted, (equations, _) in zip(cond.branches, outputs, pruned, strict=True)
+        Program(tuple(branch.inputs[place] for place in used), equations, branch.outputs)
+        for branch, (equations, _) in zip(kept.branches, pruned, strict=True)
     )
-    operands = tuple(cond.operands[place] for place in used)
-    return replace(
-        cond, operands=operands, branches=branches, outputs=tuple(cond.outputs[place] for place in places)
-    )
+    return replace(kept, operands=tuple(cond.operands[place] for place in used), branches=branches)
 
 
 @dataclass(frozen=True)

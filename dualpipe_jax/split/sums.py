@@ -46,7 +46,8 @@ def hand_in_sums(
         ):
             return None
         kernel, marked = place
-        if kernel in adding or _kind(kernel.inputs[marked]) != _kind(gradient):
+        zeros = kernel.inputs[marked].kind
+        if kernel in adding or (zeros.shape, zeros.dtype) != (gradient.shape, gradient.dtype):
             return None
         total = gradient.like()
         inputs = [total if k == marked else given for k, given in enumerate(kernel.inputs)]
@@ -66,8 +67,3 @@ def _is_marked(atom: Atom, made_by: Mapping[Value, Node]) -> bool:
     if not isinstance(maker, Equation) or maker.name != "name":
         return False
     return bool(maker.params["name"] == GRADIENT_SUM)
-
-
-def _kind(atom: Atom) -> tuple[Any, ...]:
-    kind = atom if isinstance(atom, Value) else atom.kind
-    return kind.shape, kind.dtype
