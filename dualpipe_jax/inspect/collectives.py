@@ -145,8 +145,7 @@ def _payload(computation: Computation, issued: Instruction, done: int) -> int:
     got = computation.instructions[done].nbytes if done < len(computation.instructions) else 0
     if issued.opcode == "fusion":
         return got  # it may read more than the collective does
-    operands = (computation.by_name.get(name) for name in issued.operands)
-    return max(got, sum(operand.nbytes for operand in operands if operand is not None))
+    return max(got, sum(operand.nbytes for operand in computation.operands(issued)))
 
 
 def _groups(module: Module, issued: Instruction) -> tuple[tuple[int, ...], ...] | None:
@@ -158,9 +157,7 @@ def _groups(module: Module, issued: Instruction) -> tuple[tuple[int, ...], ...] 
         if match := _GROUPS.search(attributes):
             count, size, dims, order, listed, mesh, axes = match.groups()
             if listed:
-                return tuple(
-                    tuple(map(int, group.split(","))) for group in re.findall(r"[\d,]+\d|\d", listed)
-                )
+                return tuple(map(_numbers, re.findall(r"[\d,]+\d|\d", listed)))
             if mesh:
                 return _of_mesh(mesh, axes)
             ids = np.arange(int(count) * int(size)).reshape(_numbers(dims))

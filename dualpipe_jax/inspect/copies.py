@@ -68,7 +68,7 @@ def _copies(module: Module, computation: Computation, context: str) -> Iterator[
     for instruction in computation:
         if instruction.opcode in ("copy", "copy-start") or _only_moves(module, instruction):
             made = instruction.arrays[0]
-            source = [computation.by_name[n].shape for n in instruction.operands if n in computation.by_name]
+            source = computation.operands(instruction)
             yield Copy(
                 instruction.name,
                 instruction.opcode,
@@ -77,7 +77,7 @@ def _copies(module: Module, computation: Computation, context: str) -> Iterator[
                 computation.name,
                 context,
                 in_loop,
-                bool(source) and _memory(instruction.shape) != _memory(source[0]),
+                bool(source) and _memory(instruction.shape) != _memory(source[0].shape),
                 instruction.op_name,
             )
 

@@ -1,8 +1,7 @@
 """What cycles of a program go to: work, collectives, computations, and stretches of a timeline."""
 
 import dataclasses
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -68,7 +67,7 @@ class Collective:
     @property
     def matmuls(self) -> dict[str, int]:
         """Matrix products between start and done, by direction."""
-        return _counts(work.matmuls for work in self.between)
+        return {d: sum(work.matmuls.get(d, 0) for work in self.between) for d in DIRECTIONS}
 
     @property
     def matmul_cycles(self) -> dict[str, float]:
@@ -176,13 +175,6 @@ class Total:
     exposed: float | None
     waits: float | None
     hidden: float | None
-
-
-def _counts(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for count in counts:
-        total.update(count)
-    return {direction: total[direction] for direction in DIRECTIONS}
 
 
 def sum_up(kind: str, chosen: tuple[Collective, ...]) -> Total:

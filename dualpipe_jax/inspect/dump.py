@@ -5,7 +5,6 @@ compilation. The last of them says most: after code generation on a TPU, after a
 """
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,25 +34,19 @@ def find_program(path: Path) -> Found:
     """
     if not path.is_dir():
         return Found(path)
-    programs: dict[str, tuple[int, Path]] = {}
-    for name, rank, file in _candidates(path):
-        if name not in programs or rank < programs[name][0]:
-            programs[name] = rank, file
-    files = sorted((file for _, file in programs.values()), key=_communicates, reverse=True)
+    programs: dict[str, Path] = {}
+    for point in _PASSES:
+        for file in sorted(path.iterdir()):
+            match = _PROGRAM.match(file.name)
+            if match and match[2] == point:
+                programs.setdefault(match[1], file)
+    files = sorted(programs.values(), key=_communicates, reverse=True)
     if not files:
         raise ValueError(
             f"no compiled program in this folder's {len(list(path.iterdir()))} files; compile with {HOW}, or name a "
             "file with the text of what jax.jit(f).lower(...).compile() returns"
         )
     return Found(files[0], tuple(files[1:]))
-
-
-def _candidates(folder: Path) -> Iterator[tuple[str, int, Path]]:
-    """The program's name, the rank of the point at which it was written, and the file."""
-    for file in sorted(folder.iterdir()):
-        match = _PROGRAM.match(file.name)
-        if match and match[2] in _PASSES:
-            yield match[1], _PASSES.index(match[2]), file
 
 
 def _communicates(file: Path) -> tuple[int, int]:

@@ -113,7 +113,7 @@ class Dependence:
     """Which instructions of a computation need which others; they are told by their positions."""
 
     def __init__(self, computation: Computation):
-        position = computation.position
+        self.computation, position = computation, computation.position
         self._needs = [
             tuple(position[name] for name in (*i.operands, *_controls(i.attributes)) if name in position)
             for i in computation
@@ -163,7 +163,6 @@ def _reached(at: int, edges: Sequence[Iterable[int]]) -> set[int]:
 
 
 def explain(
-    computation: Computation,
     dependence: Dependence,
     works: Sequence[Work | None],
     pair: Pair,
@@ -174,10 +173,11 @@ def explain(
     """Why a collective is exposed.
 
     Args:
-      computation, dependence, works: where it stands; what each instruction there needs, and what it keeps busy.
+      dependence, works: of where it stands, what each instruction needs, and what it keeps busy.
       pair, collective: where it begins and ends, and its cycles.
       queued, times: see ``Exposure``.
     """
+    computation = dependence.computation
     related = dependence.related(computation.position[pair.issued.name])
     elsewhere = sorted(
         (

@@ -124,6 +124,10 @@ class Computation:
         """Place in the order by name."""
         return {i.name: k for k, i in enumerate(self.instructions)}
 
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        """What an instruction reads, as far as it stands here."""
+        return [self.by_name[name] for name in instruction.operands if name in self.by_name]
+
     @property
     def root(self) -> Instruction | None:
         """The instruction that makes the result."""
@@ -150,6 +154,23 @@ class Module:
     is_scheduled: bool
 
     @functools.cached_property
+    def callers(self) -> dict[str, tuple[str, Instruction, str]]:
+        """What runs each computation that runs line by line: name -> (computation, its instruction, the role).
+
+        A caller stands before what it calls; the entry, which nothing calls, is left out.
+        """
+        found: dict[str, tuple[str, Instruction, str]] = {}
+        pending = [self.entry]
+        while pending:
+            name = pending.pop()
+            for instruction in self.computations[name]:
+                for role, called in _steps(instruction):
+                    if called in self.computations and called not in found:
+                        found[called] = name, instruction, role
+                        pending.append(called)
+        return found
+
+    @functools.cached_property
     def executed(self) -> dict[str, str]:
         """Computations that run line by line, and from where: name -> context.
 
@@ -158,14 +179,8 @@ class Module:
         listed, nor what reductions apply: the device runs those as one instruction.
         """
         contexts = {self.entry: self.entry}
-        pending = [self.entry]
-        while pending:
-            name = pending.pop()
-            for instruction in self.computations[name]:
-                for step, called in _steps(instruction):
-                    if called in self.computations and called not in contexts:
-                        contexts[called] = f"{contexts[name]}/{instruction.name} {step}".rstrip()
-                        pending.append(called)
+        for name, (caller, instruction, role) in self.callers.items():
+            contexts[name] = f"{contexts[caller]}/{instruction.name} {role}".rstrip()
         return {name: contexts[name] for name in self.computations if name in contexts}
 
     @functools.cached_property

@@ -1,6 +1,5 @@
 """A computation's timeline made ready for drawing: rows that do not overlap, stretches of one direction."""
 
-import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -96,9 +95,7 @@ def stretches(work: Sequence[Event], least: float = 0.0) -> list[Stretch]:
 def _most(events: Sequence[Event]) -> str:
     if events[0].kind == "wait":
         return "wait"
-    directions = sorted(events, key=lambda event: event.direction)
-    cycles = {
-        direction: sum(event.end - event.start for event in own)
-        for direction, own in itertools.groupby(directions, key=lambda event: event.direction)
-    }
+    cycles = dict.fromkeys(sorted({event.direction for event in events}), 0.0)
+    for event in events:
+        cycles[event.direction] += event.end - event.start
     return max(cycles, key=cycles.__getitem__)

@@ -1,7 +1,7 @@
 """Rates that were measured on real devices, in place of a compiler's or a data sheet's."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,31 +70,29 @@ def read_rates(file: str | Path) -> Mapping[str, Any]:
             f"--rates {file}: no rates in it; `dualpipe probe` on the devices writes such a file"
         )
     for name, found in rates.items():
-        numbers = {name: found} if name in _PLAIN else {}
-        if name in _NUMBERS:
-            if not isinstance(found, dict):
-                wanted = ", ".join(_NUMBERS[name])
-                raise ValueError(f"--rates {file}: {name} is {found!r}, must be an object with {wanted}")
-            numbers = {f"{name}.{key}": found.get(key) for key in _NUMBERS[name]}
-        if name == _PRODUCTS:
-            numbers = _numbers_of_products(found, file)
-        for where, number in numbers.items():
+        for where, number in _numbers(name, found, file):
             _check_number(where, number, file)
     return rates
 
 
-def _numbers_of_products(found: Any, file: str | Path) -> dict[str, Any]:
-    if not (isinstance(found, list) and found and all(isinstance(one, dict) for one in found)):
-        wanted = "a list of objects with size, flops_per_second"
-        raise ValueError(f"--rates {file}: products is {found!r}, must be {wanted}")
-    sizes = [one.get("size") for one in found]
-    if twice := [size for place, size in enumerate(sizes) if size in sizes[:place]]:
-        raise ValueError(f"--rates {file}: products has size {twice[0]!r} twice; leave one of them")
-    return {
-        f"products[{place}].{key}": one.get(key)
-        for place, one in enumerate(found)
-        for key in ("size", "flops_per_second")
-    }
+def _numbers(name: str, found: Any, file: str | Path) -> Iterator[tuple[str, Any]]:
+    """What must be numbers of an entry, and where they stand; none of an entry that nobody reads."""
+    if name in _PLAIN:
+        yield name, found
+    elif name in _NUMBERS:
+        if not isinstance(found, dict):
+            wanted = ", ".join(_NUMBERS[name])
+            raise ValueError(f"--rates {file}: {name} is {found!r}, must be an object with {wanted}")
+        yield from ((f"{name}.{key}", found.get(key)) for key in _NUMBERS[name])
+    elif name == _PRODUCTS:
+        if not (isinstance(found, list) and found and all(isinstance(one, dict) for one in found)):
+            wanted = "a list of objects with size, flops_per_second"
+            raise ValueError(f"--rates {file}: products is {found!r}, must be {wanted}")
+        sizes = [one.get("size") for one in found]
+        if twice := [size for place, size in enumerate(sizes) if size in sizes[:place]]:
+            raise ValueError(f"--rates {file}: products has size {twice[0]!r} twice; leave one of them")
+        for place, one in enumerate(found):
+            yield from ((f"products[{place}].{key}", one.get(key)) for key in ("size", "flops_per_second"))
 
 
 _PRODUCTS = "products"

@@ -4,7 +4,7 @@ import bisect
 import dataclasses
 import functools
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -167,54 +167,36 @@ class _Reader:
             if work is not None and work.cycles is None and i.nbytes >= _NOTABLE
         )
         context, dependence = self.module.executed[computation.name], Dependence(computation)
-        least = self._least(computation, dependence, pairs, works, line)
+        least = self._least(dependence, pairs, works, line)
         time = ComputationTime(computation.name, context, line.clock, line.waited, unpriced, least)
         exposures = tuple(
-            explain(
-                computation,
-                dependence,
-                works,
-                pair,
-                c,
-                line.flights[c.name].queued,
-                self.times[computation.name],
-            )
+            explain(dependence, works, pair, c, line.flights[c.name].queued, self.times[computation.name])
             for pair, c in zip(pairs, found, strict=True)
             if c.exposed
         )
-        return _Walk(time, found, line.sorted_events(), exposures)
+        events = sorted(line.events, key=lambda event: (event.start, event.end))
+        return _Walk(time, found, tuple(events), exposures)
 
     @functools.cached_property
     def times(self) -> dict[str, int]:
         """How often each computation runs in the program; each branch of a conditional as often as that."""
-        found, pending = {self.module.entry: 1}, [self.module.entry]
-        while pending:
-            name = pending.pop()
-            for instruction in self.module.computations[name]:
-                rounds = self._trips(instruction) if instruction.opcode == "while" else 1
-                for called in instruction.called():
-                    if called in self.module.executed and called not in found:
-                        found[called] = rounds * found[name]
-                        pending.append(called)
+        found = {self.module.entry: 1}
+        for name, (caller, instruction, _) in self.module.callers.items():
+            found[name] = found[caller] * (self._trips(instruction) if instruction.opcode == "while" else 1)
         return found
 
     def _least(
-        self,
-        computation: Computation,
-        dependence: Dependence,
-        pairs: list[Pair],
-        works: list[Work | None],
-        line: "_Line",
+        self, dependence: Dependence, pairs: list[Pair], works: list[Work | None], line: "_Line"
     ) -> float:
         """See ``ComputationTime``; collectives of unknown duration take no time."""
-        durations = {p.issued.name: line.flights[p.issued.name].duration or 0.0 for p in pairs}
         cycles = [0.0 if work is None else work.cycles or 0.0 for work in works]
         work = sum(cycles)
-        kinds: Counter[str] = Counter()
+        kinds: defaultdict[str, float] = defaultdict(float)
         flights = {}
         for pair in pairs:
-            start, duration = computation.position[pair.issued.name], durations[pair.issued.name]
-            kinds[pair.kind] += duration  # type: ignore[assignment]
+            name = pair.issued.name
+            start, duration = dependence.computation.position[name], line.flights[name].duration or 0.0
+            kinds[pair.kind] += duration
             if pair.form == "sync":
                 cycles[start] += duration
             elif pair.done < len(cycles):
@@ -368,6 +350,3 @@ class _Line:
             exposed += max(0.0, start - at) + waiting * max(0.0, min(stop, end) - max(start, at))
             at = max(at, min(stop, end))
         return exposed + max(0.0, end - at)
-
-    def sorted_events(self) -> tuple[Event, ...]:
-        return tuple(sorted(self.events, key=lambda event: (event.start, event.end)))

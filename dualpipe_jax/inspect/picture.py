@@ -87,8 +87,7 @@ def plot(
             top += _ROW + _GAP
     axes.set_yticks(list(ticks), list(ticks.values()))
     _tidy(axes, inner, length / unit, f"{letter}cycles, modelled")
-    facts, totals = _facts(report, computation), _totals(report, computation, clock)
-    _write_head(figure, title or computation, facts, totals)
+    _write_head(figure, title or computation, *_facts(report, computation, clock))
     _add_legend(figure, events, names)
     return save(figure, path)
 
@@ -158,32 +157,24 @@ def _tidy(axes: "Axes", height: float, length: float, label: str) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _facts(report: OverlapReport, computation: str) -> str:
-    """Shares hidden by kind, and the time over the larger of computation and communication."""
-    own = report.inside(computation)
+def _facts(report: OverlapReport, computation: str, clock: float | None) -> tuple[str, str]:
+    """Shares hidden by kind, and the time over the larger of computation and communication; then what all takes."""
+    own, spent = report.inside(computation), report.computations[computation]
     words = []
     for kind in dict.fromkeys(c.kind for c in own):
         hidden = sum_up(kind, tuple(c for c in own if c.kind == kind)).hidden
         words.append(f"{kind}: {percent(hidden)} hidden")
-    spent = report.computations[computation]
-    durations = [c.duration for c in own if c.duration is not None]
-    larger = max(spent.work, sum(durations))
-    if larger and len(durations) == len(own):
-        words.append(f"time: {spent.cycles / larger:.3f} of the larger of computation and communication")
-    return "    ".join(words)
-
-
-def _totals(report: OverlapReport, computation: str, clock: float | None) -> str:
-    spent = report.computations[computation]
     letter, unit = scale(spent.cycles)
-    words = [f"{spent.cycles / unit:.2f} {letter}cycles", f"work {spent.work / unit:.2f}"]
-    own = report.inside(computation)
-    durations = [c.duration for c in own if c.duration is not None]
-    if own and len(durations) == len(own):
-        words.append(f"collectives {sum(durations) / unit:.2f}")
+    totals = [f"{spent.cycles / unit:.2f} {letter}cycles", f"work {spent.work / unit:.2f}"]
     if clock is not None:
-        words.insert(1, f"{1e3 * spent.cycles / clock:.3g} ms at {clock / 1e9:g} GHz")
-    return "   ".join(words)
+        totals.insert(1, f"{1e3 * spent.cycles / clock:.3g} ms at {clock / 1e9:g} GHz")
+    durations = [c.duration for c in own if c.duration is not None]
+    if len(durations) == len(own):
+        if larger := max(spent.work, sum(durations)):
+            words.append(f"time: {spent.cycles / larger:.3f} of the larger of computation and communication")
+        if own:
+            totals.append(f"collectives {sum(durations) / unit:.2f}")
+    return "    ".join(words), "   ".join(totals)
 
 
 def _write_head(figure: "Figure", title: str, facts: str, totals: str) -> None:

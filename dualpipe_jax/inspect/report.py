@@ -2,14 +2,16 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dualpipe_jax.inspect.cycles import Collective, ComputationTime, Event, Total, sum_up
 from dualpipe_jax.inspect.exposure import Exposure
 from dualpipe_jax.inspect.scheduler import SchedulerStatistics
-from dualpipe_jax.inspect.tables import tables
+from dualpipe_jax.present.numbers import format_bytes, format_cycles, percent
 from dualpipe_jax.present.table import Table
+
+_SHORT = {"forward": "F", "backward": "B", "unknown": "?"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +91,12 @@ class OverlapReport:
 
     def tables(self) -> tuple[Table, ...]:
         """Collectives, totals by kind, computations, and the scheduler's own account if it was given."""
-        return tables(self.collectives, self.totals(), self.computations, self.statistics)
+        found = (
+            _collectives_table(self.collectives),
+            _totals_table(self.totals()),
+            _times_table(self.computations),
+        )
+        return (*found, _statistics_table(self.statistics)) if self.statistics else found
 
     def __str__(self) -> str:
         if not self.collectives:
@@ -101,3 +108,71 @@ class OverlapReport:
         import rich.console
 
         return rich.console.Group(*self.tables()) if self.collectives else str(self)
+
+
+def _collectives_table(collectives: Sequence[Collective]) -> Table:
+    head = ("collective", "form", "of", "payload", "takes", "between", "matmuls", "hidden", "where")
+    rows = tuple(
+        (
+            c.name,
+            c.form,
+            _SHORT[c.direction],
+            format_bytes(c.payload),
+            format_cycles(c.duration),
+            format_cycles(c.cycles_between),
+            "/".join(str(n) for n in c.matmuls.values()),
+            percent(c.hidden),
+            c.computation,
+        )
+        for c in collectives
+    )
+    at_once = [at for at, c in enumerate(collectives) if c.form == "sync"]
+    return _table(head, rows, left=(0, 1, 2, 8), bad=at_once)
+
+
+def _totals_table(totals: Sequence[Total]) -> Table:
+    head = ("kind", "count", "sync", "payload", "takes", "exposed", "waits", "hidden")
+    rows = tuple(
+        (
+            t.kind,
+            str(t.count),
+            str(t.num_sync),
+            format_bytes(t.payload),
+            format_cycles(t.duration),
+            format_cycles(t.exposed),
+            format_cycles(t.waits),
+            percent(t.hidden),
+        )
+        for t in totals
+    )
+    return _table(head, rows)
+
+
+def _times_table(computations: Mapping[str, ComputationTime]) -> Table:
+    head = ("computation, run once", "cycles", "waits", "unpriced", "run from")
+    rows = tuple(
+        (c.name, format_cycles(c.cycles), format_cycles(c.waits), str(len(c.unpriced)), c.context)
+        for c in computations.values()
+        if c.cycles or c.unpriced
+    )
+    return _table(head, rows, left=(0, 4))
+
+
+def _statistics_table(statistics: Mapping[str, SchedulerStatistics]) -> Table:
+    head = ("the scheduler's own account", "cycles before", "waits", "cycles after", "waits")
+    rows = tuple(
+        (name, *(format_cycles(n) for w in (s.before, s.after) for n in (w.cycles, w.total_wasted)))
+        for name, s in statistics.items()
+        if s.before.total_wasted
+    )
+    return _table(head, rows)
+
+
+def _table(
+    head: tuple[str, ...],
+    rows: tuple[tuple[str, ...], ...],
+    left: Sequence[int] = (0,),
+    bad: Sequence[int] = (),
+) -> Table:
+    """Names at both ends may break; figures must not."""
+    return Table(head, rows, bad=bad, left=left, foldable=(0, len(head) - 1), ruled=True)

@@ -51,15 +51,13 @@ def flops(module: Module, computation: Computation, instruction: Instruction) ->
 def _convolved(computation: Computation, instruction: Instruction) -> int:
     """The number of a convolution's products that no padding and no dilation make zero."""
     labels = _LABELS.search(instruction.attributes)
-    found = [computation.by_name.get(name) for name in instruction.operands[:2]]
-    if labels is None or len(found) < 2 or any(operand is None or not operand.arrays for operand in found):
+    found = computation.operands(instruction)[:2]
+    if labels is None or len(found) < 2 or not all(operand.arrays for operand in found):
         return 0
-    left, kernel = (operand.arrays[0].dims for operand in found if operand is not None)
-    sizes = [
-        dict(zip(text, dims, strict=True))
-        for text, dims in zip(labels.groups(), (left, kernel, instruction.arrays[0].dims), strict=True)
-    ]
-    of_left, of_kernel, made = sizes
+    of_left, of_kernel, made = (
+        dict(zip(text, whose.arrays[0].dims, strict=True))
+        for text, whose in zip(labels.groups(), (*found, instruction), strict=True)
+    )
     products = of_kernel["i"] * made["f"] * made["b"]
     window = _WINDOW.search(instruction.attributes)
     fields = dict(part.split("=") for part in window[1].split()) if window else {}
@@ -86,7 +84,7 @@ def _attention(computation: Computation, instruction: Instruction) -> int:
     A forward multiplies twice, a backward five times: the scores once more, then the gradients of values, scores,
     queries and keys. Under a causal mask half of the scores count.
     """
-    known = [computation.by_name[name] for name in instruction.operands[:3] if name in computation.by_name]
+    known = computation.operands(instruction)[:3]
     if len(known) < 3 or any(len(made.arrays) != 1 or len(made.arrays[0].dims) != 4 for made in known):
         return 0
     (B, Q, H, X), (_, K, _, _), (_, _, _, V) = (made.arrays[0].dims for made in known)
@@ -99,8 +97,7 @@ def _grouped(computation: Computation, instruction: Instruction) -> int:
     """The operations of a kernel of rows [R, D] and matrices [G, ...] to [R, F], or of rows [R, D] and [R, F] to
     [G, D, F], which may be added to a sum so far; 0 for one of other shapes, of which nothing is known.
     """
-    known = [computation.by_name[name] for name in instruction.operands if name in computation.by_name]
-    arrays = [made.arrays[0].dims for made in known if len(made.arrays) == 1]
+    arrays = [o.arrays[0].dims for o in computation.operands(instruction) if len(o.arrays) == 1]
     dims = sorted((len(shape) for shape in arrays if len(shape) > 1), reverse=True)
     rows = [shape for shape in arrays if len(shape) == 2]
     made = instruction.arrays[0].dims if len(instruction.arrays) == 1 else ()

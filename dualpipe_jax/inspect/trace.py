@@ -58,7 +58,10 @@ def to_chrome_trace(
     """
     if clock is not None and not clock > 0:
         raise ValueError(f"to_chrome_trace: clock={clock}; it must be above 0 hertz, such as 1.75e9")
-    time = _whole if clock is None else _eighths(clock)
+
+    def time(cycles: float) -> float:
+        return round(cycles) if clock is None else round(8e6 * cycles / clock) / 8
+
     named = {c.name: c for c in report.inside(computation)}
     lanes = rows(report.timeline(computation))
     called = {what: long for what, (long, _) in names.items()} | {"unknown": "neither"}
@@ -157,11 +160,3 @@ def _row_labels(row: int, name: str) -> Iterator[_Slice]:
 
 def _label(what: str, row: int, **args: Any) -> _Slice:
     return {"ph": "M", "pid": _PROCESS, "name": what, "args": args} | ({"tid": row} if row else {})
-
-
-def _whole(cycles: float) -> float:
-    return round(cycles)
-
-
-def _eighths(clock: float) -> _Time:
-    return lambda cycles: round(8e6 * cycles / clock) / 8
