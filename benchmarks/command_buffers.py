@@ -15,7 +15,6 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -25,6 +24,7 @@ import jax
 from dualpipe_jax import inspect, make_mesh
 from dualpipe_jax.inspect.target import MissingCompiler, Target
 from dualpipe_jax.probe import units
+from dualpipe_jax.probe.place import Place
 
 USUAL = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
 OPTIONS = {
@@ -49,21 +49,18 @@ def main() -> None:
     )
     print("| --- | ---: | ---: | ---: | ---: |", flush=True)
     for pp, ep in ((4, 1), (2, 2)):
-        place = SimpleNamespace(mesh=make_mesh(pp, ep, devices=devices))
+        place = Place(make_mesh(pp, ep, devices=devices), options={}, is_small=False)
         for form, guard in (("loop", "kWhile"), ("switch", "kConditional")):
             for name, more in OPTIONS.items():
-                inside, outside = thunks(lowered(place, pp, ep, form), more)
+                inside, outside = thunks(lowered(place, form), more)
                 # Of the loops two are no guards: the scan over ticks, and one more.
                 counts = inside[guard], outside[guard], inside["kCustomKernel"], outside["kCustomKernel"]
                 print(f"| {pp} x {ep}, {form}, {name} | {' | '.join(map(str, counts))} |", flush=True)
 
 
-def lowered(place: SimpleNamespace, pp: int, ep: int, form: str):
-    schedule = units.schedule_of(pp)
-    pipeline = units.pipeline_of(place, schedule, form)
-    given = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), units.inputs(schedule, ep, 256, 64)
-    )
+def lowered(place: Place, form: str):
+    pipeline, *given = units.tiny_pipeline(place, form, 256, 64)
+    given = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), given)
     return pipeline.value_and_grad.lower(*given)
 
 

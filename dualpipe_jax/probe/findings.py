@@ -187,6 +187,18 @@ def _slow(what: str, by_group: Mapping[str, float]) -> Iterator[str]:
             yield f"Slow links, in the median of all groups, {what}: {', '.join(slow)}."
 
 
+_RATES: Mapping[str, tuple[str, str | tuple[str, ...]]] = {
+    "all-to-all": ("rate-all-to-all", ("bytes_per_second", "latency", "devices")),
+    "permute": ("rate-permute", ("bytes_per_second", "latency")),
+    "memory": ("rate-copy", "bytes_per_second"),
+    "flops": ("rate-matmul", "flops_per_second"),
+    "grouped": ("rate-grouped", "flops_per_second"),
+    "products": ("rate-products", "products"),
+    "attention": ("rate-attention", ("forward", "backward")),
+}
+"""A rate in the file -> the experiment that finds it, and what is kept of its result: one figure, or several."""
+
+
 def rates_file(found: Mapping[str, Any], divergence: str | None) -> dict[str, Any]:
     """What ``dualpipe overlap`` and ``dryrun`` read as --rates, ``choose`` and ``search`` as --costs.
 
@@ -196,21 +208,12 @@ def rates_file(found: Mapping[str, Any], divergence: str | None) -> dict[str, An
     """
     results = {name: result for name, result in found["results"].items() if "ok" not in result}
     rates: dict[str, Any] = {}
-    for name, kept in (
-        ("all-to-all", ("bytes_per_second", "latency", "devices")),
-        ("permute", ("bytes_per_second", "latency")),
-    ):
-        if (result := results.get(f"rate-{name}", {})).get("bytes_per_second"):
+    for name, (experiment, kept) in _RATES.items():
+        result = results.get(experiment, {})
+        if isinstance(kept, str) and kept in result:
+            rates[name] = result[kept]
+        elif not isinstance(kept, str) and kept[0] in result:
             rates[name] = {key: result[key] for key in kept}
-    if copy := results.get("rate-copy"):
-        rates["memory"] = copy["bytes_per_second"]
-    for name, key in (("flops", "rate-matmul"), ("grouped", "rate-grouped")):
-        if product := results.get(key):
-            rates[name] = product["flops_per_second"]
-    if products := results.get("rate-products"):
-        rates["products"] = products["products"]
-    if attention := results.get("rate-attention"):
-        rates["attention"] = {unit: attention[unit] for unit in ("forward", "backward")}
     guards = {form: results[f"cost-{form}"] for form in BARE if f"cost-{form}" in results}
     if guards:
         rates["guards"] = guards

@@ -111,9 +111,14 @@ def _each_alone(
 def _chain(place: Place, once: Callable[[jax.Array], jax.Array], size: int) -> float:
     """Seconds of one of some collectives after each other, on float32 arrays of as many bytes a device."""
     times = 4 if place.is_small else 20
-    step = place.on_devices(lambda x: lax.scan(lambda x, _: (once(x), None), x, None, times)[0])
+    step = place.on_devices(repeated(once, times))
     x = place.put(np.zeros((place.pp, place.ep, size // 4), np.float32))
     return seconds(lambda: step(x)) / times
+
+
+def repeated(once: Callable[[jax.Array], jax.Array], times: int) -> Callable[[jax.Array], jax.Array]:
+    """A function that does so often, one after the other, what is done once."""
+    return lambda x: lax.scan(lambda x, _: (once(x), None), x, None, times)[0]
 
 
 def matmuls(place: Place) -> dict[str, Any]:
@@ -129,17 +134,13 @@ def product(place: Place, size: int, times: int) -> float:
     """
     drawn = np.random.default_rng(0).standard_normal((2, size, size), np.float32) / math.sqrt(size)
     x, w = (jnp.asarray(matrix, place.dtype) for matrix in drawn)  # products keep the size of their numbers
-    step = jax.jit(
-        lambda x, w: lax.scan(lambda x, _: (x @ w, None), x, None, times)[0], compiler_options=place.options
-    )
+    step = jax.jit(lambda x, w: repeated(lambda x: x @ w, times)(x), compiler_options=place.options)
     return 2 * size**3 * times / seconds(lambda: step(x, w))
 
 
 def copies(place: Place) -> dict[str, Any]:
     """Bytes a second, read plus written, that one device passes through its memory."""
     size, times = (1 << 22 if place.is_small else 1 << 27), 10
-    step = jax.jit(
-        lambda x: lax.scan(lambda x, _: (-x, None), x, None, times)[0], compiler_options=place.options
-    )
+    step = jax.jit(repeated(jnp.negative, times), compiler_options=place.options)
     x = jnp.ones(size, jnp.float32)
     return {"bytes_per_second": 2 * 4 * size * times / seconds(lambda: step(x)), "size": 4 * size}

@@ -22,9 +22,7 @@ RUNS = 5
 
 def units(place: Place, form: Divergence) -> str:
     """What is wrong with a step whose ranks part ways in a form; empty if nothing is."""
-    schedule = schedule_of(place.pp)
-    params, batch = inputs(schedule, place.ep)
-    pipeline = pipeline_of(place, schedule, form)
+    pipeline, params, batch = tiny_pipeline(place, form)
     with jax.default_matmul_precision("highest"):
         step = jax.jit(pipeline.value_and_grad, compiler_options=place.options)
         (loss, _), grads = step(params, batch)
@@ -37,9 +35,8 @@ def repeats(place: Place) -> dict[str, Any]:
 
     It sums up what GPUs sum in whatever order threads come: the gradient of an embedding whose rows many tokens share.
     """
-    schedule = schedule_of(place.pp)
-    params, batch = inputs(schedule, place.ep, *((16, 32) if place.is_small else (512, 2048)))
-    pipeline = pipeline_of(place, schedule, "loop")
+    sizes = (16, 32) if place.is_small else (512, 2048)
+    pipeline, params, batch = tiny_pipeline(place, "loop", *sizes)
     step = jax.jit(pipeline.value_and_grad, compiler_options=place.options)
     first, *others = ([*_bits(place.fetch(step(params, batch)))] for _ in range(RUNS))
     names = [name for name, _ in first]
@@ -52,8 +49,12 @@ def _bits(made: Any) -> Iterator[tuple[str, bytes]]:
         yield jax.tree_util.keystr(path), np.asarray(leaf).tobytes()
 
 
-def pipeline_of(place: Place, schedule: Schedule, form: Divergence) -> Pipeline:
-    return Pipeline(
+def tiny_pipeline(
+    place: Place, form: Divergence, width: int = WIDTH, each: int = TOKENS
+) -> tuple[Pipeline, Any, Any]:
+    """The engine with a tiny model, parameters and a batch for it; ``each`` tokens of a device for each expert."""
+    schedule = dualpipe(place.pp, 2 * place.pp) if place.pp % 2 == 0 else dualpipe_v(place.pp, 2 * place.pp)
+    pipeline = Pipeline(
         staged(PipelineModel(embed, stage, head_loss), schedule.placement.num_model_stages),
         schedule,
         place.mesh,
@@ -61,10 +62,7 @@ def pipeline_of(place: Place, schedule: Schedule, form: Divergence) -> Pipeline:
         fuse_pairs=True,
         divergence=form,
     )
-
-
-def schedule_of(pp: int) -> Schedule:
-    return dualpipe(pp, 2 * pp) if pp % 2 == 0 else dualpipe_v(pp, 2 * pp)
+    return pipeline, *inputs(schedule, place.ep, width, each)
 
 
 def embed(p: Any, tokens: jax.Array) -> jax.Array:
@@ -95,7 +93,7 @@ def plain_loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
     return head_loss(params["shared"]["head"], x, targets)
 
 
-def inputs(schedule: Schedule, ep: int, width: int = WIDTH, each: int = TOKENS) -> tuple[Any, Any]:
+def inputs(schedule: Schedule, ep: int, width: int, each: int) -> tuple[Any, Any]:
     """Parameters and a batch; ``each`` tokens of a device for each expert."""
     rng = np.random.default_rng(0)
 
