@@ -9,6 +9,7 @@ from dualpipe_jax.command.answers import Answers
 from dualpipe_jax.command.clock import Clock
 from dualpipe_jax.command.options import CommandError, Died
 from dualpipe_jax.command.room import with_room
+from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import planner
 from dualpipe_jax.pods.bounds import Bounds, Cut, Excluded
 from dualpipe_jax.pods.plan import Plan
@@ -55,7 +56,7 @@ class Search:
         shards = sorted(wanted.shards, key=planner.SHARDS.index)
         wanted, self.unbounded = with_room(self.answers, wanted)
         self.capacity_factor = wanted.base.capacity_factor
-        cases, self.choices = planner.cases(wanted, planner.num_devices(self.answers.target))
+        cases, self.choices = planner.cases(wanted, Target.parse(self.answers.target).num_devices)
         if whole:
             self._clock = Clock(None)
         if whole or self.answers.is_timed:
@@ -264,7 +265,7 @@ class Search:
                 if bounds and not self.prices:
                     self._say_estimate(standing, title)
                 if self.answers.is_timed and count.memory is not None:
-                    _say_room(standing, count.memory, planner.num_devices(self.answers.target), title)
+                    _say_room(standing, count.memory, Target.parse(self.answers.target).num_devices, title)
                 with self._clock.runs(case):
                     found = self.answers.ask(standing, "units", title)
                 new = Prices(case, shard, found)

@@ -5,6 +5,7 @@ import sys
 
 from dualpipe_jax.command.answers import Answers
 from dualpipe_jax.command.options import CommandError, Died
+from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import planner
 from dualpipe_jax.pods.bounds import Bounds
 from dualpipe_jax.pods.planner import Wanted
@@ -38,7 +39,7 @@ def _least_dropless(answers: Answers, wanted: Wanted) -> tuple[str, float]:
     tokens, which is the one with the most ranks.
     """
     dropless = dataclasses.replace(wanted, dispatches=("dropless",))
-    cases, _ = planner.cases(dropless, planner.num_devices(answers.target))
+    cases, _ = planner.cases(dropless, Target.parse(answers.target).num_devices)
     if not cases:
         return "", 0.0
     most = max(wanted.shards, key=planner.SHARDS.index)

@@ -10,8 +10,8 @@ from typing import Any
 
 from dualpipe_jax.inspect.scheduler import STATISTICS_ENVIRONMENT
 from dualpipe_jax.inspect.target import Target
-from dualpipe_jax.pods.plain import plain
-from dualpipe_jax.pods.request import read_request
+from dualpipe_jax.pods.plain import filled, plain
+from dualpipe_jax.pods.request import Request
 from dualpipe_jax.worker import say, serve
 
 
@@ -21,7 +21,7 @@ def answers(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
     Raises:
       ValueError: the options do not fit together.
     """
-    request = read_request(asked)
+    request = filled(Request, asked)
     target = None if request.target is None else Target.parse(request.target)
     devices = None
     if target is not None and request.compile not in ("nothing", "draw"):

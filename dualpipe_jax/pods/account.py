@@ -83,7 +83,7 @@ def account_of(
         "idle: stages that are not equal": (whole - busy) - (even - busy_even),
         "ticks beside their units": lower(schedule, placed or costs).num_ticks * beside.tick,
         "beside the ticks": beside.step,
-        "the optimizer's update": 0.0 if compiled.update is None else compiled.update.cycles,
+        "the optimizer's update": compiled.update_cycles,
     }
     parts = (Part(name, value / device.clock) for name, value in cycles.items())
     return Part("the program's operations at the peak", useful.program), *parts

@@ -104,8 +104,8 @@ def _changed(stored: Tree, used: Tree) -> int:
     return nbytes([new for old, new in both if old.dtype != new.dtype or nbytes(old) != nbytes(new)])
 
 
-def rank_memory(blueprint: Blueprint) -> tuple[MemoryModel, int]:
-    """Bytes of a whole rank's share of the model, for ``choose``; and what a device holds whatever the schedule.
+def rank_memory(blueprint: Blueprint) -> MemoryModel:
+    """Bytes of a whole rank's share of the model, for ``choose``; "fixed" is held whatever the schedule.
 
     "parameters" are one copy of the stages, as it is used, what they make of it alone, and its gradients' sums; the
     rest, which no schedule changes, is both ends with their sums, the optimizer's state, the batch, and what is stored
@@ -118,15 +118,15 @@ def rank_memory(blueprint: Blueprint) -> tuple[MemoryModel, int]:
     used = nbytes(blueprint.used["stages"])
     num_mine = len(blueprint.params["stages"].local)
     mine = [total for (local, _), total in state.own.items() if local < num_mine]
-    sizes = MemoryModel(
+    rest, beside = ("stages", "shared", "cast", "optimizer", "batch"), used + nbytes(blueprint.sketch.values)
+    return MemoryModel(
         residual_i=parts * kept.by_most("FI"),
         residual_w=parts * kept.by_most("FW"),
         stash=parts * kept.by_most("IW"),
         boundary=kept.boundary,
         parameters=used + nbytes((blueprint.sketch.values[:num_mine], mine)),
+        fixed=sum(kinds[kind] for kind in rest) - beside + nbytes(state.shared),
     )
-    rest, beside = ("stages", "shared", "cast", "optimizer", "batch"), used + nbytes(blueprint.sketch.values)
-    return sizes, sum(kinds[kind] for kind in rest) - beside + nbytes(state.shared)
 
 
 def kept_of(blueprint: Blueprint) -> Kept:

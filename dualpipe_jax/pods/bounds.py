@@ -24,7 +24,7 @@ from dualpipe_jax.pods.planner import (
     schedule_of,
     too_much,
 )
-from dualpipe_jax.pods.results import Answer, Unit
+from dualpipe_jax.pods.results import Answer
 from dualpipe_jax.schedule import Action, CostModel, Op, Placement, Slot, simulate
 from dualpipe_jax.schedule.costs import stages_a_share
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
@@ -90,10 +90,12 @@ class Least:
 
     def _costs_by(self, split: bool, factors: tuple[tuple[str, float], ...]) -> "_LeastCosts":
         by_op, products = dict(factors), self._products
-        units = {key: _times(unit, by_op.get(key.op, 1.0)) for key, unit in products.items()}
+        units = {
+            key: dataclasses.replace(unit, cycles=by_op.get(key.op, 1.0) * unit.cycles)
+            for key, unit in products.items()
+        }
         costs, bare = (unit_costs(each, 0.0, split=split) for each in (units, products))
-        fields = {field.name: getattr(costs, field.name) for field in dataclasses.fields(costs)}
-        return _LeastCosts(**fields, bare=bare, pair=by_op.get("FB", 1.0))
+        return _LeastCosts(**vars(costs), bare=bare, pair=by_op.get("FB", 1.0))
 
     def _spread(self, costs: "_LeastCosts", split: bool) -> CostModel:
         """Costs of a rank's even share of the model, from those of the stages counted."""
@@ -146,18 +148,10 @@ def _work(plan: Plan) -> float:
     return _sequences(plan) / plan.pp
 
 
-def _times(unit: Unit, factor: float) -> Unit:
-    return dataclasses.replace(unit, cycles=factor * unit.cycles)
-
-
-def _pair(products: Mapping[UnitKey, Unit]) -> float:
-    return products[UnitKey("F")].cycles + products[UnitKey("B")].cycles
-
-
 def _factors(prices: Prices) -> dict[str, float]:
     """How many times as long as its products each op's unit takes."""
     least = {key.op: unit.cycles for key, unit in prices.products.items() if not key.kinds}
-    least["FB"] = _pair(prices.products)
+    least["FB"] = least["F"] + least["B"]
     usual = {key.op: unit.cycles for key, unit in prices.compiled.units.items() if not key.kinds}
     return {op: cycles / least[op] for op, cycles in usual.items() if least.get(op)}
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from dualpipe_jax.pods.results import Unit
 from dualpipe_jax.pods.units import key_of, kinds_of
@@ -76,9 +76,8 @@ class UnitCosts(CostModel):
 
 def unit_costs(units: Mapping[UnitKey, Unit], send: float, *, split: bool = True) -> UnitCosts:
     """``stage_costs`` of the same, and what they have no place for."""
-    usual = _fields(stage_costs(units, send, split=split))
     cycles = {key: unit.cycles for key, unit in units.items()}
-    return UnitCosts(**usual, cycles=cycles, kinds=kinds_of(units))
+    return UnitCosts(**vars(stage_costs(units, send, split=split)), cycles=cycles, kinds=kinds_of(units))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,10 +92,6 @@ class _Share(CostModel):
         return (
             self.stage if stages_a_share(schedule.placement) == self.parts else super().for_schedule(schedule)
         )
-
-
-def _fields(costs: CostModel) -> dict[str, Any]:
-    return {field.name: getattr(costs, field.name) for field in dataclasses.fields(CostModel)}
 
 
 def _more(
@@ -131,4 +126,5 @@ def rank_costs(costs: CostModel, schedule: Schedule) -> CostModel:
     parts = stages_a_share(schedule.placement)
     more = {name: parts * getattr(costs, name) for name in ("F", "I", "W", "FB")}
     ends = {stage: extra for stage, extra in costs.extra.items() if stage in (0, -1)}  # as deep as any are
-    return _Share(**(_fields(costs) | more | {"extra": ends}), stage=costs, parts=parts)
+    usual = {field.name: getattr(costs, field.name) for field in dataclasses.fields(CostModel)}
+    return _Share(**(usual | more | {"extra": ends}), stage=costs, parts=parts)

@@ -44,25 +44,25 @@ def answer(
     Raises:
       ValueError: options that do not fit together or the target; a file that holds no scheduled program.
     """
+    machine = None if target is None else describe(target)
     if request.compiled is not None and target is not None:
         say(f"reading {request.compiled}")
-        return Answer(describe(target), compiled=read_text(request, target))
+        return Answer(machine, compiled=read_text(request, target))
     say("drawing the step")
     plan = request.plan
     blueprint = draw(plan, target, devices)
     if request.compile == "draw":
-        return Answer(None if target is None else describe(target), plan)
+        return Answer(machine, plan)
     program, dispatch = blueprint.program, blueprint.program.dispatch
     kinds = ahead.memory_by_kind(blueprint)
-    sizes, fixed = ahead.rank_memory(blueprint)
-    share = dataclasses.asdict(dataclasses.replace(sizes, fixed=fixed))
-    kept = ahead.kept_of(blueprint)
+    share = dataclasses.asdict(ahead.rank_memory(blueprint))
+    kept, limit = ahead.kept_of(blueprint), None if machine is None else machine.memory
     found = Answer(
-        target=None if target is None else describe(target),
+        target=machine,
         program=dataclasses.replace(plan, microbatches=blueprint.num_microbatches),
         stage_layers=program.stage_layers,
         parameters=count_parameters(blueprint),
-        memory=weigh(kinds, None, limit_of(target), share, kept),
+        memory=weigh(kinds, None, limit, share, kept),
         links=None if dispatch is None else count_links(plan, dispatch, target, blueprint.tokens_of_device),
         dropped=None if dispatch is None else share_dropped(plan, dispatch, blueprint.tokens_of_device),
         products={} if target is None or not target.device.flops else products_of(blueprint, target.device),
@@ -77,7 +77,7 @@ def answer(
         found = dataclasses.replace(found, target=describe(target, device))
     else:
         compiled = compile_and_read(request, blueprint, target, say)
-    memory = weigh(kinds, compiled, limit_of(target), share, kept)
+    memory = weigh(kinds, compiled, limit, share, kept)
     found = dataclasses.replace(found, compiled=compiled, memory=memory)
     if program.flops and {UnitKey("F")} < compiled.units.keys():
         say("simulating the step")
@@ -145,10 +145,6 @@ def _made(plan: Plan, setting: Setting) -> Program:
             "follow setting.plan.stage_layers, or drop the option"
         )
     return program
-
-
-def limit_of(target: Target | None) -> int | None:
-    return None if target is None else target.device.memory
 
 
 def count_parameters(blueprint: Blueprint) -> Parameters:

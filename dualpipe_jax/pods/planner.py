@@ -15,13 +15,12 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import predict
 from dualpipe_jax.pods.costs import splits, unit_costs, units_of
 from dualpipe_jax.pods.kept import Kept, set_aside
 from dualpipe_jax.pods.layers import moved_layers
 from dualpipe_jax.pods.plan import Plan
-from dualpipe_jax.pods.results import Answer, Memory, Overheads
+from dualpipe_jax.pods.results import Answer, Memory
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule
 from dualpipe_jax.schedule.costs import at_most
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
@@ -34,6 +33,8 @@ DISPATCHES: tuple[Literal["dropless", "capacity"], ...] = ("dropless", "capacity
 STASHES: tuple[int | None, ...] = (None, 8, 2, 1)
 SHARDS: tuple[Shard, ...] = typing.get_args(Shard)
 """The simplest first."""
+_MOST_RANKS = 32
+"""Pipeline ranks that are tried where nobody says how many."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Wanted:
     Attributes:
       base: whatever is not chosen.
       tokens: of a step; None: four microbatches for each rank, of one sequence a device.
-      pp: numbers of pipeline ranks; empty: all that divide the devices, up to ``most_ranks``.
+      pp: numbers of pipeline ranks; empty: all that divide the devices, up to 32.
       dp: numbers of replicas.
       per_device: sequences of a microbatch that a device has.
       schedules, remats, dispatches, stashes, shards: to choose from.
@@ -63,7 +64,6 @@ class Wanted:
     shards: tuple[Shard, ...] = SHARDS
     stages_per_rank: tuple[int, ...] = ()
     moves: int = 0
-    most_ranks: int = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +147,7 @@ def _ranks(wanted: Wanted, num_devices: int) -> list[tuple[int, int]]:
                 f"the target's {num_devices} devices" if dp == 1 else f"the {of_each} devices of a replica"
             )
             raise ValueError(f"--pp {wrong[0]}: must divide {whose}")
-        all_that_divide = [pp for pp in range(2, wanted.most_ranks + 1) if of_each % pp == 0]
+        all_that_divide = [pp for pp in range(2, _MOST_RANKS + 1) if of_each % pp == 0]
         found += [(dp, pp) for pp in wanted.pp or all_that_divide]
     return found
 
@@ -265,7 +265,6 @@ class Prices:
         assert found.compiled is not None and found.target is not None and found.memory is not None
         self.case, self.shard, self.layers = case, shard, found.stage_layers
         self.compiled, self.step, self.target = found.compiled, found.step, found.target
-        self.beside = self.compiled.overheads or Overheads(0.0, 0.0)
         self.beyond = _beyond(found)
         self.products = found.products
         self.ticks = functools.cache(self._ticks)
@@ -287,7 +286,7 @@ class Prices:
 
     def _ticks(self, plan: Plan) -> float:
         assert self.step is not None
-        schedule, tick, at_once = schedule_of(plan), self.beside.tick, self.compiled.at_once
+        schedule, tick, at_once = schedule_of(plan), self.compiled.beside.tick, self.compiled.at_once
         placed = CostModel(**self.step.placed)  # type: ignore[arg-type]  # none of them is a flag
         cycles, _ = predict.step_cycles(schedule, self.costs(schedule), tick, at_once, placed)
         return cycles / self.target.clock
@@ -303,8 +302,8 @@ class Prices:
         if self.step is None:
             why = self.compiled.out_of_memory or "its units have no forward to be priced by"
             return [Choice(plan, refused=f"the compiler refuses its units: {why[:200]}") for plan in plans]
-        least, update = self.step.mfu * self.step.seconds, self.compiled.update
-        rest = (self.beside.step + (0.0 if update is None else update.cycles)) / self.target.clock
+        least = self.step.mfu * self.step.seconds
+        rest = (self.compiled.beside.step + self.compiled.update_cycles) / self.target.clock
         found, limit = [], self.target.memory
         for plan in plans:
             size = needed(plan, count.memory) + self.beyond
@@ -416,22 +415,10 @@ def ranked(choices: Iterable[Choice]) -> list[Choice]:
 
 def nearest(choices: Iterable[Choice]) -> list[Choice]:
     """Those that cannot be had, of each schedule and remat policy the one that needs least."""
-    groups: dict[tuple[object, ...], Choice] = {}
+    groups: dict[tuple[object, ...], list[Choice]] = {}
     for choice in choices:
-        key = (
-            choice.plan.schedule_in_words,
-            choice.plan.dp,
-            choice.plan.pp,
-            choice.plan.remat,
-            choice.plan.dispatch,
-        )
         if choice.refused:
-            kept = groups.get(key)
-            smaller = kept is not None and (choice.memory or 0) < (kept.memory or 0)
-            groups[key] = choice if kept is None or smaller else kept
-    return list(groups.values())
-
-
-def num_devices(target: str) -> int:
-    """The number of devices of a target, by its name."""
-    return Target.parse(target).num_devices
+            plan = choice.plan
+            key = plan.schedule_in_words, plan.dp, plan.pp, plan.remat, plan.dispatch
+            groups.setdefault(key, []).append(choice)
+    return [min(alike, key=lambda choice: choice.memory or 0) for alike in groups.values()]

@@ -3,17 +3,16 @@
 All of this is the compiler's model of the device, or a roofline where it has none; nothing here was measured.
 """
 
-import dataclasses
-import functools
 import math
 from collections.abc import Callable
 
 from dualpipe_jax.pods.costs import splits
 from dualpipe_jax.pods.kept import Kept, set_aside
+from dualpipe_jax.pods.results import ScheduleTime
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, lower, simulate
 from dualpipe_jax.schedule.costs import at_most
 from dualpipe_jax.schedule.lowering.table import TickTable
-from dualpipe_jax.schedule.optimize.choose import Candidate, choose
+from dualpipe_jax.schedule.optimize.choose import choose
 
 
 def step_cycles(
@@ -40,25 +39,6 @@ def span(table: TickTable, costs: CostModel, at_once: float | None) -> float:
     return table.makespan(costs) if at_once is None else table.shared_makespan(costs, at_once)
 
 
-@dataclasses.dataclass(frozen=True)
-class ScheduleCycles:
-    """A schedule for given costs.
-
-    Attributes:
-      name: its recipe's.
-      cycles: of a step in the engine's ticks; infinite where the recipe does not serve the counts.
-      ideal_cycles: in the ideal order.
-      memory: bytes of the fullest device.
-      refused: why it cannot be had; empty if it can.
-    """
-
-    name: str
-    cycles: float
-    ideal_cycles: float
-    memory: float
-    refused: str
-
-
 def rank_schedules(
     num_ranks: int,
     num_microbatches: int,
@@ -67,10 +47,8 @@ def rank_schedules(
     memory: MemoryModel,
     kept: Kept,
     limit: float,
-    tick: float = 0.0,
-    at_once: float | None = None,
-    placed: CostModel | None = None,
-) -> tuple[ScheduleCycles, ...]:
+    price: Callable[[Schedule, CostModel], tuple[float, float]],
+) -> tuple[ScheduleTime, ...]:
     """All schedules for given costs and sizes of a rank's share: the shortest step that fits first.
 
     Arguments:
@@ -79,33 +57,21 @@ def rank_schedules(
       memory: sizes of a whole rank's share.
       kept: what stages keep of a microbatch.
       limit: bytes of a device.
-      tick: cycles of each tick beside its units; as many on a V, whose stages are half as deep and ticks twice as many.
-      at_once, placed: see ``step_cycles``.
+      price: gives seconds and MFU of a schedule's step at the costs of its stages.
     """
-    price = functools.partial(step_cycles, tick=tick, at_once=at_once, placed=placed)
     found = []
     for own, wanted in ((costs, True), (costs_unsplit, False)):
         for candidate in choose(num_ranks, num_microbatches, own):
-            if candidate.schedule is None:
+            name, schedule = candidate.name, candidate.schedule
+            if schedule is None:
                 if wanted:
-                    refused = candidate.refused.removeprefix(f"{candidate.name}: ")
-                    found.append(ScheduleCycles(candidate.name, math.inf, math.inf, 0.0, refused))
-            elif splits(candidate.schedule) == wanted:
+                    refused = candidate.refused.removeprefix(f"{name}: ")
+                    found.append(ScheduleTime(name, None, None, None, refused))
+            elif splits(schedule) == wanted:
+                needed = set_aside(schedule, kept, memory)
+                fits = at_most(needed, limit)
+                refused = "" if fits else f"needs {needed / 2**30:.1f} GiB of {limit / 2**30:.1f}"
                 found.append(
-                    _predicted(candidate, own, set_aside(candidate.schedule, kept, memory), limit, price)
+                    ScheduleTime(name, *price(schedule, own.for_schedule(schedule)), needed, refused)
                 )
-    return tuple(sorted(found, key=lambda p: (bool(p.refused), p.cycles)))
-
-
-def _predicted(
-    candidate: Candidate,
-    costs: CostModel,
-    needed: float,
-    limit: float,
-    price: Callable[[Schedule, CostModel], tuple[float, float]],
-) -> ScheduleCycles:
-    assert candidate.schedule is not None
-    fits = at_most(needed, limit)
-    refused = "" if fits else f"needs {needed / 2**30:.1f} GiB of {limit / 2**30:.1f}"
-    cycles, ideal = price(candidate.schedule, costs.for_schedule(candidate.schedule))
-    return ScheduleCycles(candidate.name, cycles, ideal, needed, refused)
+    return tuple(sorted(found, key=lambda s: (bool(s.refused), math.inf if s.seconds is None else s.seconds)))

@@ -1,9 +1,7 @@
 """What a dry run is asked; loads no JAX."""
 
 import dataclasses
-from typing import Any
 
-from dualpipe_jax.pods.plain import filled
 from dualpipe_jax.pods.plan import Plan
 
 
@@ -37,7 +35,3 @@ class Request:
     hints: bool = False
     requests: int | None = None
     log: str | None = None
-
-
-def read_request(asked: dict[str, Any]) -> Request:
-    return filled(Request, asked)

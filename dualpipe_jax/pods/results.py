@@ -264,6 +264,16 @@ class Compiled:
     memory: Mapping[str, int] | None = None
     scheduler: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def beside(self) -> Overheads:
+        """``overheads``; no cycles where there are no ticks."""
+        return self.overheads or Overheads(0.0, 0.0)
+
+    @property
+    def update_cycles(self) -> float:
+        """Cycles of ``update``; 0 where nobody knows."""
+        return 0.0 if self.update is None else self.update.cycles
+
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleTime:

@@ -223,12 +223,12 @@ def test_arrays_that_no_loop_should_copy():
 @pytest.mark.parametrize("how", [{}, {"dtype": jnp.bfloat16}, {"shard": "parameters"}])
 def test_sizes_of_a_ranks_share_are_those_of_the_slots(how):
     b = blueprint(**how)
-    kinds, (sizes, fixed) = ahead.memory_by_kind(b), ahead.rank_memory(b)
+    kinds, sizes = ahead.memory_by_kind(b), ahead.rank_memory(b)
     slots = lower(blueprint().schedule).num_slots
     assert (slots["x"] + slots["dy"] + 2) * sizes.boundary == kinds["boundary"]
     others = "residuals", "stash", "boundary"
-    assert 2 * sizes.parameters + fixed == sum(kinds[kind] for kind in kinds if kind not in others)
-    one, two = (ahead.rank_memory(blueprint(make))[0] for make in (dualpipe, dualpipe_v))
+    assert 2 * sizes.parameters + sizes.fixed == sum(kinds[kind] for kind in kinds if kind not in others)
+    one, two = (ahead.rank_memory(blueprint(make)) for make in (dualpipe, dualpipe_v))
     assert two.boundary == one.boundary
 
 
@@ -236,7 +236,7 @@ def test_sizes_of_a_ranks_share_are_those_of_the_slots(how):
 def test_a_ranks_share_is_that_of_most_stages(name):
     """The last of these stages keeps 16 bytes more than others, in one slot: its backward follows its forward."""
     b = draw(Plan("tests.pods.own_program:blocks", pp=4, ep=1, microbatches=16, schedule=name), None, None)
-    kinds, (sizes, _) = ahead.memory_by_kind(b), ahead.rank_memory(b)
+    kinds, sizes = ahead.memory_by_kind(b), ahead.rank_memory(b)
     slots, of = lower(b.schedule).num_slots, sizes.for_schedule(b.schedule)
     assert of.residual_w > 0 and kinds["stash"] == slots["stash"] * of.stash > 0
     assert (

@@ -43,8 +43,7 @@ def counted(name):
 
 def count(plan):
     blueprint = draw(plan, None, None)
-    sizes, fixed = ahead.rank_memory(blueprint)
-    share = plain(dataclasses.replace(sizes, fixed=fixed))
+    share = plain(ahead.rank_memory(blueprint))
     return weigh(ahead.memory_by_kind(blueprint), None, None, share, ahead.kept_of(blueprint))
 
 

@@ -94,17 +94,24 @@ def test_schedules_are_ranked_and_those_that_do_not_fit_say_so():
     costs, unsplit = CostModel(1, 1, 1, FB=2.2), CostModel(1, 1.2, 0.6, FB=2.2)
     sizes = MemoryModel(parameters=1 << 30, fixed=2 << 30)
     kept = Kept((0,) * 4, ("F",), (("FI",),), (1 << 30,), 0, CostModel())
-    ranked = predict.rank_schedules(4, 16, costs, unsplit, sizes, kept, 8 * 2**30)
+
+    def ranks(num_ranks, microbatches, limit):
+        def price(schedule, costs):
+            return predict.step_cycles(schedule, costs)[0], 0.5
+
+        return predict.rank_schedules(num_ranks, microbatches, costs, unsplit, sizes, kept, limit, price)
+
+    ranked = ranks(4, 16, 8 * 2**30)
     assert sorted(p.name for p in ranked) == sorted(recipe.__name__ for recipe in ALL_SCHEDULES)
     fitting = [p for p in ranked if not p.refused]
-    assert fitting == sorted(fitting, key=lambda p: p.cycles) and ranked[: len(fitting)] == tuple(fitting)
+    assert fitting == sorted(fitting, key=lambda p: p.seconds) and ranked[: len(fitting)] == tuple(fitting)
     by_name = {p.name: p for p in ranked}
     own = one_f_one_b(4, 16)
-    assert by_name["one_f_one_b"].cycles == lower(own, unsplit).makespan(unsplit), "it splits nothing"
+    assert by_name["one_f_one_b"].seconds == lower(own, unsplit).makespan(unsplit), "it splits nothing"
     assert by_name["one_f_one_b"].memory == (4 + 1 + 2) * 2**30
     assert by_name["gpipe"].refused == "needs 19.0 GiB of 8.0"
-    odd = {p.name: p for p in predict.rank_schedules(3, 7, costs, unsplit, sizes, kept, 2**40)}
-    assert odd["chimera"].cycles == math.inf and odd["chimera"].refused
+    odd = {p.name: p for p in ranks(3, 7, 2**40)}
+    assert odd["chimera"].seconds is None and odd["chimera"].refused
 
 
 def test_costs_of_a_ranks_share():

@@ -56,7 +56,7 @@ def test_what_is_stored_in_parts_is_counted_by_hand(narrow):
     }
     program = own_program.blocks(Setting(PLAN, schedule, mesh))
     b = Blueprint(dataclasses.replace(program, pipeline=options), schedule, mesh)
-    kinds, (sizes, fixed) = ahead.memory_by_kind(b), ahead.rank_memory(b)
+    kinds, sizes = ahead.memory_by_kind(b), ahead.rank_memory(b)
     half, up = STAGE // 2, STAGE // 2 * (2 if narrow else FLOAT)
     stored = (half // 2 + half) * FLOAT, DIM // 4 * FLOAT
     optimizer = 2 * (half // 2 + half + DIM // 4) * FLOAT + 4
@@ -65,7 +65,7 @@ def test_what_is_stored_in_parts_is_counted_by_hand(narrow):
     assert kinds["gradients"] == (2 * STAGE + DIM) * FLOAT
     assert sizes.parameters == up + half * FLOAT + STAGE * FLOAT
     beside = half // 2 * FLOAT  # the part of up that is stored
-    assert fixed == beside + stored[1] + 2 * DIM * FLOAT + optimizer + kinds["batch"]
+    assert sizes.fixed == beside + stored[1] + 2 * DIM * FLOAT + optimizer + kinds["batch"]
     assert ahead.num_parameters(b.params, device=True) == half // 2 + half + DIM // 4
     assert ahead.num_parameters(b.program.params) == 2 * STAGE + DIM
     assert [leaf.sharding.spec for leaf in jax.tree.leaves(b.used)] == [P(), P("pp"), P("pp")]
