@@ -39,7 +39,7 @@ from models.decode import Limits, decoder
 from models.decode.cache import init_cache
 from models.decode.programs import programs
 from models.decode.requests import STEPS_ON_GPU
-from models.decode.running import none_running
+from models.decode.running import empty_running
 
 FREE = {"parameter", "constant", "get-tuple-element", "tuple", "bitcast"}
 """Instructions that launch nothing."""
@@ -67,7 +67,7 @@ def compiled_step(config, target, batch, positions, folder=None, num_steps=1):
     tables = jax.ShapeDtypeStruct((batch, limits.table_size), jnp.int32)
     arguments = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
-        (weights, cache, (wanted, tables, None, none_running(batch))),
+        (weights, cache, (wanted, tables, None, empty_running(batch))),
     )
     lowered = programs(model, False, num_steps=num_steps).decode.lower(*arguments)
     options = inspect.recommended_compiler_options("gpu", ahead_of_time=True)

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from dualpipe_jax.command.line import read
-from models.decode.text import Bytes
+from models.decode.text import ByteTokenizer
 from models.serve import Runner, Served, make_app
 from models.serve.app import SLOW_READER
 from tests.models.serve.running import Slow
@@ -23,7 +23,7 @@ CONFIGURATION = (FOLDER / "haproxy.cfg").read_text()
 
 
 def routes():
-    return {route.path for route in make_app(Runner(Slow(), 1), Served("tiny", Bytes())).routes}
+    return {route.path for route in make_app(Runner(Slow(), 1), Served("tiny", ByteTokenizer())).routes}
 
 
 def asked(words):

@@ -56,7 +56,7 @@ def cached_attention(
     are ever computed.
 
     Args:
-      attention: the layer, whose ``kv_b_proj`` is ``ByHeads``.
+      attention: the layer, whose ``kv_b_proj`` is ``PerHeadProjection``.
       x_BSD: the activations of the rows' tokens.
       cache: see ``init_cache``.
       layer: the index of the layer in the cache.
@@ -92,15 +92,15 @@ def cached_attention(
         and paged.takes(config, S, cache.shape[2])
         and on_this_gpu(x_BSD.dtype) == "hopper"
     ):
-        out_BSHV = _by_kernel(config, q_BSHX, cache, layer, rows, new_BSL, weights)
+        out_BSHV = _absorbed_by_kernel(config, q_BSHX, cache, layer, rows, new_BSL, weights)
     else:
         form = _absorbed if absorbed else _expanded
-        heard = _heard(cache, layer, rows, new_BSL, before, fresh)
-        out_BSHV = form(config, q_BSHX, heard, weights)
+        attended = _attended_latents(cache, layer, rows, new_BSL, before, fresh)
+        out_BSHV = form(config, q_BSHX, attended, weights)
     return attention.o_proj(out_BSHV.reshape(B, S, -1)), new_BSL
 
 
-class Weights(NamedTuple):
+class HeadWeights(NamedTuple):
     """``kv_b_proj`` as a matrix for each head: between queries and latents, [H, N, C], and for values, [H, C, V].
 
     In this layout absorbed attention reads them in every step without transposing them.
@@ -110,21 +110,21 @@ class Weights(NamedTuple):
     values: Array
 
 
-class ByHeads(nnx.Module):
-    """``kv_b_proj`` as ``Weights``; see ``by_heads``."""
+class PerHeadProjection(nnx.Module):
+    """``kv_b_proj`` as ``HeadWeights``; see ``split_by_head``."""
 
     def __init__(self, config: Config):
         H, C = config.num_heads, config.kv_lora_rank
         self.queries = nnx.Param(jnp.zeros((H, config.qk_nope_dim, C), config.compute_dtype))
         self.values = nnx.Param(jnp.zeros((H, C, config.v_head_dim), config.compute_dtype))
 
-    def in_dtype(self, dtype: Any) -> Weights:
+    def in_dtype(self, dtype: Any) -> HeadWeights:
         """Its matrices, cast to ``dtype``."""
-        return Weights(self.queries[...].astype(dtype), self.values[...].astype(dtype))
+        return HeadWeights(self.queries[...].astype(dtype), self.values[...].astype(dtype))
 
 
-def by_heads(config: Config, kernel_CHX: Array | Lazy) -> dict[str, Array | Lazy]:
-    """The parameters of ``ByHeads``, from the kernel of ``kv_b_proj``; lazy if the kernel is lazy."""
+def split_by_head(config: Config, kernel_CHX: Array | Lazy) -> dict[str, Array | Lazy]:
+    """The parameters of ``PerHeadProjection``, from the kernel of ``kv_b_proj``; lazy if the kernel is lazy."""
     nope = config.qk_nope_dim
     parts = {
         "queries": lambda kernel: kernel[..., :nope].transpose(1, 2, 0),
@@ -135,38 +135,38 @@ def by_heads(config: Config, kernel_CHX: Array | Lazy) -> dict[str, Array | Lazy
     return {name: make(kernel_CHX) for name, make in parts.items()}
 
 
-class _Heard(NamedTuple):
+class _Attended(NamedTuple):
     """Latents to attend to, [B, K, L], and whether a new token attends to each of them, bool [B or 1, S or 1, K]."""
 
     latents: Array
-    by: Array
+    mask: Array
 
 
-def _heard(
+def _attended_latents(
     cache: Array, layer: int, rows: Rows, new_BSL: Array, before: Before | None, fresh: bool
-) -> list[_Heard]:
+) -> list[_Attended]:
     S = new_BSL.shape[1]
     cached_B = jnp.asarray(rows.starts)
-    aside = []
+    preceding = []
     if before is not None:
         others, latents_BSL = before
         same_B = jnp.all(jnp.asarray(rows.tables) == jnp.asarray(others.tables), axis=1) & (
             others.lengths > 0
         )
         cached_B = jnp.where(same_B, others.starts, cached_B)
-        aside = [_Heard(latents_BSL, (others.live & same_B[:, None])[:, None])]
+        preceding = [_Attended(latents_BSL, (others.live & same_B[:, None])[:, None])]
     if fresh:
         places = np.arange(S)
-        return [_Heard(new_BSL, jnp.asarray(places <= places[:, None])[None]), *aside]
+        return [_Attended(new_BSL, jnp.asarray(places <= places[:, None])[None]), *preceding]
     cached_BKL, cached_BK = read(cache, layer, rows.tables, cached_B)
     # The new latents are inserted among the cached ones, so that there is one softmax over one array.
     index_BK = jnp.arange(cached_BKL.shape[1], dtype=jnp.int32) - jnp.asarray(rows.starts)[:, None]
     after_BSK = index_BK[:, None] - jnp.arange(S, dtype=jnp.int32)[:, None]
-    by_BSK = cached_BK[:, None] | ((index_BK >= 0)[:, None] & (after_BSK <= 0))
-    return [_Heard(_insert(cached_BKL, new_BSL, index_BK), by_BSK), *aside]
+    mask_BSK = cached_BK[:, None] | ((index_BK >= 0)[:, None] & (after_BSK <= 0))
+    return [_Attended(_insert_new(cached_BKL, new_BSL, index_BK), mask_BSK), *preceding]
 
 
-def _insert(cached_BKL: Array, new_BSL: Array, index_BK: Array) -> Array:
+def _insert_new(cached_BKL: Array, new_BSL: Array, index_BK: Array) -> Array:
     """Insert new latents among cached ones; ``index_BK`` says which of the new ones each position gets, if any."""
     num_new = new_BSL.shape[1]
     if num_new > 1:
@@ -175,8 +175,8 @@ def _insert(cached_BKL: Array, new_BSL: Array, index_BK: Array) -> Array:
     return jnp.where(((index_BK >= 0) & (index_BK < num_new))[..., None], new_BSL, cached_BKL)
 
 
-def _by_kernel(
-    config: Config, q_BSHX: Array, cache: Array, layer: int, rows: Rows, new_BSL: Array, weights: Weights
+def _absorbed_by_kernel(
+    config: Config, q_BSHX: Array, cache: Array, layer: int, rows: Rows, new_BSL: Array, weights: HeadWeights
 ) -> Array:
     """``_absorbed`` by the kernel of ``paged``, which takes queries heads first, the layout of a product by heads."""
     B, S, H, X = q_BSHX.shape
@@ -188,32 +188,33 @@ def _by_kernel(
     return jnp.einsum("thc,hcv->thv", out_THC, weights.values).reshape(B, S, H, -1)
 
 
-def _absorbed(config: Config, q_BSHX: Array, heard: Sequence[_Heard], weights: Weights) -> Array:
+def _absorbed(config: Config, q_BSHX: Array, attended: Sequence[_Attended], weights: HeadWeights) -> Array:
     nope, C = config.qk_nope_dim, config.kv_lora_rank
     q_BSHC = jnp.einsum("bshn,hnc->bshc", q_BSHX[..., :nope], weights.queries)
     q_BSHL = jnp.concatenate([q_BSHC, q_BSHX[..., nope:]], axis=-1)
     # Heads are the last dim but one, as the product by heads makes them.
     scores = [
         jnp.einsum("bshl,bkl->bshk", q_BSHL, part.latents, preferred_element_type=jnp.float32)
-        for part in heard
+        for part in attended
     ]
-    probs = _probs(config, scores, heard, heads=2)
+    probs = _probs(config, scores, attended, heads=2)
     outs = [
-        jnp.einsum("bshk,bkc->bshc", p, part.latents[..., :C]) for p, part in zip(probs, heard, strict=True)
+        jnp.einsum("bshk,bkc->bshc", p, part.latents[..., :C])
+        for p, part in zip(probs, attended, strict=True)
     ]
     return jnp.einsum("bshc,hcv->bshv", functools.reduce(jnp.add, outs), weights.values)
 
 
-def _expanded(config: Config, q_BSHX: Array, heard: Sequence[_Heard], weights: Weights) -> Array:
-    keys, values = zip(*(_keys_and_values(config, part.latents, weights) for part in heard), strict=True)
+def _expanded(config: Config, q_BSHX: Array, attended: Sequence[_Attended], weights: HeadWeights) -> Array:
+    keys, values = zip(*(_keys_and_values(config, part.latents, weights) for part in attended), strict=True)
     scores = [jnp.einsum("bshx,bkhx->bhsk", q_BSHX, k, preferred_element_type=jnp.float32) for k in keys]
-    probs = _probs(config, scores, heard, heads=1)
+    probs = _probs(config, scores, attended, heads=1)
     return functools.reduce(
         jnp.add, [jnp.einsum("bhsk,bkhv->bshv", p, v) for p, v in zip(probs, values, strict=True)]
     )
 
 
-def _keys_and_values(config: Config, latents_BKL: Array, weights: Weights) -> tuple[Array, Array]:
+def _keys_and_values(config: Config, latents_BKL: Array, weights: HeadWeights) -> tuple[Array, Array]:
     c_BKC, k_BKR = latents_BKL[..., : config.kv_lora_rank], latents_BKL[..., config.kv_lora_rank :]
     k_BKHN = jnp.einsum("bkc,hnc->bkhn", c_BKC, weights.queries)
     k_BKHR = jnp.broadcast_to(k_BKR[:, :, None], (*k_BKHN.shape[:3], config.qk_rope_dim))
@@ -221,14 +222,14 @@ def _keys_and_values(config: Config, latents_BKL: Array, weights: Weights) -> tu
     return jnp.concatenate([k_BKHN, k_BKHR], axis=-1), v_BKHV
 
 
-def _probs(config: Config, scores: Sequence[Array], heard: Sequence[_Heard], heads: int) -> list[Array]:
+def _probs(config: Config, scores: Sequence[Array], attended: Sequence[_Attended], heads: int) -> list[Array]:
     """One softmax over the scores of all parts, which are never concatenated; ``heads`` is the dim of heads in them."""
     scale = softmax_scale(config)
     masked = [
-        jnp.where(jnp.expand_dims(part.by, heads), score * scale, -jnp.inf)
-        for score, part in zip(scores, heard, strict=True)
+        jnp.where(jnp.expand_dims(part.mask, heads), score * scale, -jnp.inf)
+        for score, part in zip(scores, attended, strict=True)
     ]
     top = functools.reduce(jnp.maximum, [jnp.max(score, axis=-1, keepdims=True) for score in masked])
     powers = [jnp.exp(score - top) for score in masked]
     total = functools.reduce(jnp.add, [jnp.sum(power, axis=-1, keepdims=True) for power in powers])
-    return [(power / total).astype(part.latents.dtype) for power, part in zip(powers, heard, strict=True)]
+    return [(power / total).astype(part.latents.dtype) for power, part in zip(powers, attended, strict=True)]

@@ -3,8 +3,8 @@
 A step is started before the results of the last one are read: devices keep these results, see
 ``models.decode.running``, and never wait for the host. A program is compiled when a text first reaches the
 length that it is for (``Limits.table_sizes``), or ``Engine.compile`` compiles all of them.
-``models.decode.steps`` has what a device computes, ``models.decode.given`` its inputs,
-``models.decode.seats`` the requests' slots; this module has the steps of the host.
+``models.decode.steps`` has what a device computes, ``models.decode.inputs`` its inputs,
+``models.decode.scheduler`` the requests' slots; this module has the steps of the host.
 """
 
 import itertools
@@ -22,15 +22,15 @@ from dualpipe_jax.functional import Tree
 from dualpipe_jax.parallel import EP
 from models.decode import experts
 from models.decode.cache import Rows, get_block, put_block
-from models.decode.given import Chunks, Sent, is_scored, sampling
 from models.decode.halves import Piece, fixed_cost, halve
-from models.decode.kept import KeptBlocks, PrefixFolder, identity
+from models.decode.inputs import Chunks, DeviceInputs, is_scored, sampling
 from models.decode.model import Decoder
+from models.decode.prefix_cache import DiskBlocks, PrefixFolder, model_digest
 from models.decode.programs import ROWS, programs
 from models.decode.requests import STEPS_ON_GPU, Completion, Limits, SamplingParams, check_request
-from models.decode.running import of_step
+from models.decode.running import results_of_step
+from models.decode.scheduler import Request, Scheduler
 from models.decode.scores import Score
-from models.decode.seats import Request, Seats
 from models.decode.steps import Decoded, Prefilled
 from models.lazy import lazily, read_all
 
@@ -90,12 +90,12 @@ class Engine:
             for scores in (False, True)
         }
         self._num_devices = 1 if mesh is None else mesh.shape[EP]
-        self._own_limits = limits.share(self._num_devices)
+        self._device_limits = limits.share(self._num_devices)
         self._num_halves = microbatches
-        if self._own_limits.max_requests % microbatches:
+        if self._device_limits.max_requests % microbatches:
             raise ValueError(
-                f"Engine: {self._own_limits.max_requests} requests of a device are not two equal halves; give an even "
-                f"multiple of {self._num_devices} as max_requests"
+                f"Engine: {self._device_limits.max_requests} requests of a device are not two equal halves; "
+                f"give an even multiple of {self._num_devices} as max_requests"
             )
         # The rows of a device in one prefill, and the number of prefills in a step.
         chunks = max(1, limits.max_prefill // limits.chunk_size)
@@ -104,11 +104,11 @@ class Engine:
         self._fixed_cost = fixed_cost(self.config)
         self._has_kernel = model.platform != "cpu"
         self._mesh, self._near = mesh, model.dispatch.factor is None
-        self._held: np.ndarray = np.zeros((0, 0, 0))  # the placement, on a mesh
+        self._placement: np.ndarray = np.zeros((0, 0, 0))  # the placement, on a mesh
         if mesh is not None:
             if placement is None:
-                placement = experts.in_order(self.config, self._num_devices)
-            self._held = experts.check_held(self.config, self._num_devices, placement)
+                placement = experts.default_placement(self.config, self._num_devices)
+            self._placement = experts.check_placement(self.config, self._num_devices, placement)
         self._cache = self._programs[False].init_cache(limits.total_blocks, limits.block_size)
         self._running = self._programs[False].init_running(limits.max_requests)
         block = (self._cache.shape[0], *self._cache.shape[2:]), self._cache.dtype
@@ -121,41 +121,45 @@ class Engine:
             )
             # Commit both to the weights' device: the first step's results are committed, so uncommitted
             # arrays at the start would compile each program twice.
-            here = jax.tree.leaves(self._weights)[0].sharding
-            self._cache, self._running = jax.device_put((self._cache, self._running), here)
+            sharding = jax.tree.leaves(self._weights)[0].sharding
+            self._cache, self._running = jax.device_put((self._cache, self._running), sharding)
         else:
             lazy = model.prepare(lazily(params))
-            self._weights = experts.place(lazy, self._held, self.config.num_experts, mesh, near=self._near)
-        self._seats = Seats(limits, self._num_devices, num_halves=microbatches, ahead=int(drafts))
+            self._weights = experts.place(
+                lazy, self._placement, self.config.num_experts, mesh, near=self._near
+            )
+        self._scheduler = Scheduler(limits, self._num_devices, num_halves=microbatches, ahead=int(drafts))
         # Of the steps that were started: calls that read their results, and how many tokens chose each
         # expert.
         self._unread: list[Callable[[], None]] = []
         self._uncounted: list[Array] = []
-        self._sent = Sent(here if mesh is None else NamedSharding(mesh, ROWS))
+        self._device_inputs = DeviceInputs(sharding if mesh is None else NamedSharding(mesh, ROWS))
         self._ended: list[Completion] = []
         num_rows = self.config.num_moe_layers + self.config.num_mtp_layers
         self._totals = np.zeros((num_rows, self.config.num_experts), np.int64)
         self._ids = itertools.count()
-        self._kept: KeptBlocks | None = None
+        self._disk_blocks: DiskBlocks | None = None
         if prefixes is not None:
-            whole = self._weights if mesh is None else experts.in_order_again(self._weights, self._held)
-            about = identity(self.config, whole, drafts)
-            self._kept = KeptBlocks(prefixes, about, *block)
+            whole = (
+                self._weights if mesh is None else experts.without_placement(self._weights, self._placement)
+            )
+            digest = model_digest(self.config, whole, drafts)
+            self._disk_blocks = DiskBlocks(prefixes, digest, *block)
 
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self._ended or self._seats.waiting or any(self._seats.slots))
+        return bool(self._ended or self._scheduler.waiting or any(self._scheduler.slots))
 
     @property
     def num_running(self) -> int:
         """The number of requests that have a slot; others wait for one."""
-        return sum(request is not None for request in self._seats.slots)
+        return sum(request is not None for request in self._scheduler.slots)
 
     @property
     def num_used_blocks(self) -> int:
         """The number of blocks of the cache that requests own; the others are free, but may hold known beginnings."""
-        return self.limits.total_blocks - len(self._seats.blocks)
+        return self.limits.total_blocks - len(self._scheduler.blocks)
 
     def add(
         self,
@@ -182,14 +186,14 @@ class Engine:
           RequestError: the request can never be served; the message says why.
         """
         tokens = np.asarray(prompt)
-        check_request(tokens, params, self._own_limits, self.config.vocab)
+        check_request(tokens, params, self._device_limits, self.config.vocab)
         request = Request(next(self._ids), tokens.astype(np.int32), params, on_token, on_score)
-        self._seats.waiting.append(request)
+        self._scheduler.waiting.append(request)
         return request.id
 
     def cancel(self, number: int) -> None:
         """End a request; the next step returns its completion. A request that has ended is left alone."""
-        for request in (*self._seats.waiting, *self._seats.slots):
+        for request in (*self._scheduler.waiting, *self._scheduler.slots):
             if request is not None and request.id == number:
                 self._end(request, "cancelled")
 
@@ -203,16 +207,16 @@ class Engine:
         """
         unread, self._unread = self._unread, []
         uncounted, self._uncounted = self._uncounted, []
-        self._seats.admit(self._recall)
+        self._scheduler.admit(self._load_blocks)
         for _ in range(self._num_prefills):
             pieces = [piece for device in range(self._num_devices) for piece in self._next_pieces(device)]
             if not any(pieces):
                 break
-            self._take_in(pieces)
-        if any(r and r.decodes for r in self._seats.slots):
-            self._go_on()
-        for hear in unread:
-            hear()
+            self._prefill(pieces)
+        if any(r and r.decodes for r in self._scheduler.slots):
+            self._decode()
+        for read_results in unread:
+            read_results()
         self._count(uncounted)
         ended, self._ended = self._ended, []
         return ended
@@ -226,8 +230,8 @@ class Engine:
             num_positions = size * self.limits.block_size
             for draws in (False, True):
                 for fresh in {False, self._has_kernel}:
-                    self._take_in([None] * (self._num_rows * self._num_devices), num_positions, fresh, draws)
-                self._go_on(num_positions, draws)
+                    self._prefill([None] * (self._num_rows * self._num_devices), num_positions, fresh, draws)
+                self._decode(num_positions, draws)
 
     def run(self) -> list[Completion]:
         """Step until nothing is left to do; return all completions in the order of their numbers."""
@@ -262,21 +266,25 @@ class Engine:
         """
         if self._mesh is None:
             raise ValueError("Engine: on one device there is nowhere to bring experts; give a mesh")
-        held = experts.check_held(self.config, self._num_devices, placement)
-        if held.shape != self._held.shape:
+        new_placement = experts.check_placement(self.config, self._num_devices, placement)
+        if new_placement.shape != self._placement.shape:
             raise ValueError(
-                f"Engine: the new placement has {held.shape[2]} slots a device, the old one {self._held.shape[2]}; "
-                "both need as many, or all would be compiled again"
+                f"Engine: the new placement has {new_placement.shape[2]} slots a device, the old one "
+                f"{self._placement.shape[2]}; both need as many, or all would be compiled again"
             )
         num_experts = self.config.num_experts
-        weights = experts.moved(self._weights, self._held, held, num_experts, self._mesh)
-        self._weights = experts.with_copies(weights, held, num_experts, self._mesh, near=self._near)
-        self._held = held
+        weights = experts.move_to_placement(
+            self._weights, self._placement, new_placement, num_experts, self._mesh
+        )
+        self._weights = experts.with_copy_tables(
+            weights, new_placement, num_experts, self._mesh, near=self._near
+        )
+        self._placement = new_placement
 
     def _next_pieces(self, device: int) -> list[tuple[Request, Piece] | None]:
         """The pieces of prompts that a device takes in next, one for each row."""
-        begun = (r for r in self._seats.slots_of(device) if r and r.num_cached < len(r.prompt))
-        oldest = sorted(begun, key=lambda request: request.id)
+        unfinished = (r for r in self._scheduler.slots_of(device) if r and r.num_cached < len(r.prompt))
+        oldest = sorted(unfinished, key=lambda request: request.id)
         prompts = [(r.num_cached, len(r.prompt) - r.num_cached) for r in oldest]
         size = self.limits.chunk_size
         if self._num_halves == 2:
@@ -286,24 +294,24 @@ class Engine:
             pieces = [Piece(0, start, min(size, left)) for start, left in prompts[:1]] or [None]
         return [None if piece is None else (oldest[piece.number], piece) for piece in pieces]
 
-    def _recall(self, blocks: Sequence[int], filled: int, keys: Sequence[bytes]) -> int:
+    def _load_blocks(self, blocks: Sequence[int], filled: int, keys: Sequence[bytes]) -> int:
         """Fill blocks from the folder as far as it has them; return how many blocks at the front are then filled."""
         for block, key in zip(blocks[filled : len(keys)], keys[filled:], strict=True):
-            found = self._kept.read(key) if self._kept else None
+            found = self._disk_blocks.read(key) if self._disk_blocks else None
             if found is None:
                 break
             self._cache = put_block(self._cache.sharding)(self._cache, block, found)
             filled += 1
-        self._seats.blocks.remember(blocks[:filled], keys)
+        self._scheduler.blocks.remember(blocks[:filled], keys)
         return filled
 
-    def _remember(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
-        self._seats.blocks.remember(blocks, keys)
+    def _store_blocks(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        self._scheduler.blocks.remember(blocks, keys)
         for block, key in zip(blocks, keys, strict=False):
-            if self._kept and self._kept.wants(key):
-                self._kept.write(key, get_block(self._cache, block))
+            if self._disk_blocks and self._disk_blocks.should_write(key):
+                self._disk_blocks.write(key, get_block(self._cache, block))
 
-    def _take_in(
+    def _prefill(
         self,
         pieces: Sequence[tuple[Request, Piece] | None],
         num_positions: int = 0,
@@ -312,7 +320,7 @@ class Engine:
     ) -> None:
         chunks = Chunks.of(pieces, self.limits.chunk_size)
         requests, starts, lengths = chunks.requests, chunks.starts, chunks.lengths
-        tables = self._seats.tables(requests, max(num_positions, int(np.max(starts + lengths))))
+        tables = self._scheduler.tables(requests, max(num_positions, int(np.max(starts + lengths))))
         programs = self._programs[chunks.are_scored]
         if fresh is None:  # all pieces begin their prompts: the layer's own attention reads no cache
             fresh = self._has_kernel and not starts.any()
@@ -321,10 +329,10 @@ class Engine:
             self._cache,
             (
                 Rows(chunks.tokens, starts, lengths, tables),
-                chunks.follow,
+                chunks.next_tokens,
                 sampling(requests, draws),
                 self._running,
-                chunks.begun(self._seats, self._own_limits.max_requests),
+                chunks.finished_prompts(self._scheduler, self._device_limits.max_requests),
             ),
         )
         self._uncounted.append(counts)
@@ -333,7 +341,7 @@ class Engine:
                 request.num_cached = int(starts[row] + lengths[row])
                 request.num_unread += int(chunks.ends[row])
 
-        def hear() -> None:
+        def read_results() -> None:
             found = jax.device_get(out._replace(drafts=None))
             for row, request in enumerate(requests):
                 if request is None:
@@ -345,19 +353,19 @@ class Engine:
                     self._receive(request, row, found.tokens[row : row + 1], found, lengths[row] - 1)
 
         if any(chunks.ends) or chunks.are_scored:
-            self._unread.append(hear)
+            self._unread.append(read_results)
 
-    def _go_on(self, num_positions: int = 0, draws: bool = False) -> None:
+    def _decode(self, num_positions: int = 0, draws: bool = False) -> None:
         width = 2 if self._drafts else 1
-        requests = [r if r and r.decodes else None for r in self._seats.slots]
+        requests = [r if r and r.decodes else None for r in self._scheduler.slots]
         for request in filter(None, requests):
             to_come = len(request.tokens) + width * (request.num_unread + self._num_steps) - 1
-            num_positions = max(num_positions, min(len(request.prompt) + to_come, request.room))
+            num_positions = max(num_positions, min(len(request.prompt) + to_come, request.max_positions))
         scored = any(is_scored(request) for request in requests)
-        rows = self._sent(
+        rows = self._device_inputs(
             (
                 np.asarray([request is not None for request in requests]),
-                self._seats.tables(requests, num_positions),
+                self._scheduler.tables(requests, num_positions),
                 sampling(requests, draws),
             )
         )
@@ -368,19 +376,19 @@ class Engine:
         for request in filter(None, requests):
             request.num_unread += self._num_steps
 
-        def hear() -> None:
+        def read_results() -> None:
             found = jax.device_get(out._replace(drafts=None))  # only devices need the drafts
             for step in range(self._num_steps):
-                self._hear_step(requests, of_step(found, step))
+                self._read_step(requests, results_of_step(found, step))
 
-        self._unread.append(hear)
+        self._unread.append(read_results)
 
-    def _hear_step(self, requests: Sequence[Request | None], found: Any) -> None:
+    def _read_step(self, requests: Sequence[Request | None], found: Any) -> None:
         for row, request in enumerate(requests):
             if request is not None and not request.ended:
                 accepted = found.accepted[row]
                 request.num_cached += accepted
-                request.num_drafted += found.fed[row] - 1
+                request.num_drafted += found.num_fed[row] - 1
                 request.num_accepted += accepted - 1
                 self._receive(request, row, found.tokens[row, :accepted], found, 0)
 
@@ -400,7 +408,7 @@ class Engine:
             )
             return
         if not request.tokens:
-            self._remember(request.blocks, self._seats.keys(request, request.num_cached))
+            self._store_blocks(request.blocks, self._scheduler.keys(request, request.num_cached))
         for place, token in enumerate(map(int, tokens), start):
             if token in request.params.stop:
                 self._end(request, "stop")
@@ -425,11 +433,11 @@ class Engine:
                 request.scores.append(one)
                 self._call(request, request.on_score, one)
 
-    def _call(self, request: Request, callback: Callable[[Any], None] | None, what: Any) -> None:
+    def _call(self, request: Request, callback: Callable[[Any], None] | None, value: Any) -> None:
         if callback is None or request.ended:
             return
         try:
-            callback(what)
+            callback(value)
         except Exception as error:  # an error of the caller's function must not harm other requests
             name = "on_token" if callback is request.on_token else "on_score"
             self._end(request, "error", f"{name} raised {error!r}")
@@ -438,14 +446,14 @@ class Engine:
         if request.ended:
             return
         request.ended = True
-        if reason != "error" and request in self._seats.slots:
-            self._remember(request.blocks, self._seats.keys(request, request.num_cached))
-        self._seats.leave(request)
+        if reason != "error" and request in self._scheduler.slots:
+            self._store_blocks(request.blocks, self._scheduler.keys(request, request.num_cached))
+        self._scheduler.release(request)
         numbers = int(request.num_drafted), int(request.num_accepted), request.num_reused
         of_prompt = len(request.prompt) - 1 if request.params.score_prompt else 0
         scores = tuple(request.scores[of_prompt:]), tuple(request.scores[:of_prompt])
         self._ended.append(Completion(request.id, tuple(request.tokens), reason, error, *numbers, *scores))
 
     def _count(self, uncounted: Sequence[Array]) -> None:
-        for told in map(np.asarray, uncounted):
-            self._totals[: told.shape[1]] += told.sum(0, dtype=np.int64)
+        for counts in map(np.asarray, uncounted):
+            self._totals[: counts.shape[1]] += counts.sum(0, dtype=np.int64)

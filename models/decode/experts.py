@@ -24,7 +24,7 @@ from models.lazy import Lazy, on_host, read_all
 OVER_EP = PartitionSpec(EP)
 
 
-def in_order(config: Config, num_devices: int) -> np.ndarray:
+def default_placement(config: Config, num_devices: int) -> np.ndarray:
     """The placement that shares each layer's experts out in order, int32 [R, N, S].
 
     Raises a ValueError if the devices do not divide the experts.
@@ -34,20 +34,20 @@ def in_order(config: Config, num_devices: int) -> np.ndarray:
             f"Engine: {config.num_experts} experts do not divide over {num_devices} devices; give a placement with "
             f"at least {-(-config.num_experts // num_devices)} slots a device, or other devices"
         )
-    held_NS = np.arange(config.num_experts, dtype=np.int32).reshape(num_devices, -1)
-    return np.tile(held_NS, (_num_rows(config), 1, 1))
+    placement_NS = np.arange(config.num_experts, dtype=np.int32).reshape(num_devices, -1)
+    return np.tile(placement_NS, (_num_moe_layers(config), 1, 1))
 
 
-def check_held(config: Config, num_devices: int, held: ArrayLike) -> np.ndarray:
+def check_placement(config: Config, num_devices: int, placement: ArrayLike) -> np.ndarray:
     """Return a placement as int32 [R, N, S]. Raises a ValueError if its numbers of layers or devices are not these."""
-    held_RNS = np.asarray(held)
-    wanted = _num_rows(config), num_devices
-    if held_RNS.ndim != 3 or held_RNS.shape[:2] != wanted:
+    placement_RNS = np.asarray(placement)
+    wanted = _num_moe_layers(config), num_devices
+    if placement_RNS.ndim != 3 or placement_RNS.shape[:2] != wanted:
         raise ValueError(
-            f"Engine: the placement is {list(held_RNS.shape)}, must be [{wanted[0]} layers with experts, {wanted[1]} "
-            "devices, slots], modules of multi-token prediction last"
+            f"Engine: the placement is {list(placement_RNS.shape)}, must be [{wanted[0]} layers with experts, "
+            f"{wanted[1]} devices, slots], modules of multi-token prediction last"
         )
-    return held_RNS.astype(np.int32)
+    return placement_RNS.astype(np.int32)
 
 
 def weight_specs(weights: Tree) -> Tree:
@@ -60,58 +60,68 @@ def weight_specs(weights: Tree) -> Tree:
     return jax.tree_util.tree_map_with_path(spec, weights)
 
 
-def place(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, near: bool) -> Tree:
+def place(weights: Tree, placement_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, near: bool) -> Tree:
     """Read lazy weights, as ``prepare`` made them, onto a mesh; every device gets the experts of its slots.
 
     A process reads only what its devices hold, and they hold nothing else meanwhile.
     """
     # Before anything is read, because it refuses a placement that lacks an expert.
-    copies = share_copies(held_RNS, num_experts, near=near)
+    copies = share_copies(placement_RNS, num_experts, near=near)
 
-    def put(leaf: Lazy, spec: PartitionSpec) -> Array:
-        def part(index: tuple[slice, ...] | None) -> np.ndarray:
+    def read_leaf(leaf: Lazy, spec: PartitionSpec) -> Array:
+        def read_shard(index: tuple[slice, ...] | None) -> np.ndarray:
             own = leaf.take(np.arange(len(leaf))[index[0]]) if index and spec == OVER_EP else leaf
             return np.asarray(own)
 
-        made = jax.make_array_from_callback(leaf.shape, NamedSharding(mesh, spec), part)
+        made = jax.make_array_from_callback(leaf.shape, NamedSharding(mesh, spec), read_shard)
         return made.block_until_ready()  # otherwise the host would hold all parts that wait to be sent
 
-    lazy = _map_experts(lambda leaf, held_P: leaf.take(held_P), weights, held_RNS.reshape(len(held_RNS), -1))
-    return _with_copies(read_all(put, lazy, weight_specs(lazy)), copies, mesh)
+    lazy = _map_experts(
+        lambda leaf, placement_P: leaf.take(placement_P),
+        weights,
+        placement_RNS.reshape(len(placement_RNS), -1),
+    )
+    return _add_copy_tables(read_all(read_leaf, lazy, weight_specs(lazy)), copies, mesh)
 
 
-def in_order_again(weights: Tree, held_RNS: np.ndarray) -> Tree:
+def without_placement(weights: Tree, placement_RNS: np.ndarray) -> Tree:
     """Return placed weights as lazy weights, with each expert once and in order, as ``prepare`` made them."""
 
-    def once(leaf: Array, held_P: np.ndarray) -> Lazy:
-        _, first = np.unique(held_P, return_index=True)
+    def each_once(leaf: Array, placement_P: np.ndarray) -> Lazy:
+        _, first = np.unique(placement_P, return_index=True)
         shape = len(first), *leaf.shape[1:]
         return Lazy(shape, np.dtype(leaf.dtype), lambda index: on_host(leaf)[first][index])
 
-    whole = _map_experts(once, weights, held_RNS.reshape(len(held_RNS), -1))
-    return _map_routed(lambda own: {name: own[name] for name in own if name != "copies"}, whole)
+    whole = _map_experts(each_once, weights, placement_RNS.reshape(len(placement_RNS), -1))
+    return _map_moe_layers(lambda own: {name: own[name] for name in own if name != "copies"}, whole)
 
 
-def with_copies(weights: Tree, held_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, near: bool) -> Tree:
+def with_copy_tables(
+    weights: Tree, placement_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, near: bool
+) -> Tree:
     """Return placed weights with a table "copies" in each layer, int32 [N, E, X].
 
     For each device, it says where the device's tokens find the copies of an expert.
     """
-    return _with_copies(weights, share_copies(held_RNS, num_experts, near=near), mesh)
+    return _add_copy_tables(weights, share_copies(placement_RNS, num_experts, near=near), mesh)
 
 
-def _with_copies(weights: Tree, copies: Iterable[np.ndarray], mesh: Mesh) -> Tree:
-    return _map_routed(lambda own, row: own | {"copies": _spread(row, mesh, OVER_EP)}, weights, copies)
+def _add_copy_tables(weights: Tree, copies: Iterable[np.ndarray], mesh: Mesh) -> Tree:
+    return _map_moe_layers(
+        lambda own, row: own | {"copies": _put_on_mesh(row, mesh, OVER_EP)}, weights, copies
+    )
 
 
-def moved(weights: Tree, before_RNS: np.ndarray, after_RNS: np.ndarray, num_experts: int, mesh: Mesh) -> Tree:
+def move_to_placement(
+    weights: Tree, before_RNS: np.ndarray, after_RNS: np.ndarray, num_experts: int, mesh: Mesh
+) -> Tree:
     """Return weights with experts moved to another placement, in the same memory; tables of copies do not change."""
     moves = plan_moves(before_RNS, after_RNS, num_experts)
-    return _mover(mesh)(weights, moves.send, moves.take)
+    return _compiled_move(mesh)(weights, moves.send, moves.take)
 
 
 @functools.cache
-def _mover(mesh: Mesh) -> Any:
+def _compiled_move(mesh: Mesh) -> Any:
     def on_device(weights: Tree, send_RNNW: Array, take_RNS: Array) -> Tree:
         # Dim 1 of both is this device's own part, of size 1.
         return _map_experts(
@@ -121,7 +131,7 @@ def _mover(mesh: Mesh) -> Any:
             take_RNS[:, 0],
         )
 
-    def everywhere(weights: Tree, send_RNNW: Array, take_RNS: Array) -> Tree:
+    def move(weights: Tree, send_RNNW: Array, take_RNS: Array) -> Tree:
         specs = weight_specs(weights)
         tables = PartitionSpec(None, EP)
         mapped = jax.shard_map(
@@ -129,22 +139,22 @@ def _mover(mesh: Mesh) -> Any:
         )
         return mapped(weights, send_RNNW, take_RNS)
 
-    return jax.jit(everywhere, donate_argnums=0)
+    return jax.jit(move, donate_argnums=0)
 
 
-def _spread(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> Array:
+def _put_on_mesh(leaf: Any, mesh: Mesh, spec: PartitionSpec) -> Array:
     """Put an array that every process has onto the devices of all processes."""
-    lie = NamedSharding(mesh, spec)
+    sharding = NamedSharding(mesh, spec)
     if not mesh.is_multi_process:
-        return jax.device_put(leaf, lie)
-    return jax.make_array_from_callback(leaf.shape, lie, lambda index: leaf[index])
+        return jax.device_put(leaf, sharding)
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
 
-def _num_rows(config: Config) -> int:
+def _num_moe_layers(config: Config) -> int:
     return config.num_moe_layers + config.num_mtp_layers
 
 
-def _map_routed(function: Callable[..., Tree], weights: Tree, *tables: Iterable[Any]) -> Tree:
+def _map_moe_layers(function: Callable[..., Tree], weights: Tree, *tables: Iterable[Any]) -> Tree:
     """Apply ``function(layer, *rows)`` to each layer with experts; ``rows`` are the layer's own row of each table."""
     rows = [*map(iter, tables)]
     return weights | {
@@ -161,7 +171,7 @@ def _map_experts(function: Callable[..., Any], weights: Tree, *tables: Iterable[
             lambda path, leaf: function(leaf, *rows) if _is_expert(path) else leaf, own
         )
 
-    return _map_routed(layer, weights, *tables)
+    return _map_moe_layers(layer, weights, *tables)
 
 
 def _is_expert(path: Any) -> bool:

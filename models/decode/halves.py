@@ -29,7 +29,7 @@ class Piece(NamedTuple):
         return self.length * (fixed + self.start + (self.length - 1) / 2)
 
 
-Half = list[Piece | None]
+HalfPieces = list[Piece | None]
 """The piece of each row; None for a row without work."""
 
 
@@ -40,7 +40,9 @@ def fixed_cost(config: Config) -> float:
     return free / (far - free)
 
 
-def halve(prompts: Sequence[tuple[int, int]], num_rows: int, size: int, fixed: float) -> tuple[Half, Half]:
+def halve(
+    prompts: Sequence[tuple[int, int]], num_rows: int, size: int, fixed: float
+) -> tuple[HalfPieces, HalfPieces]:
     """Share the next tokens of prompts out over two halves, of which the second may attend to the first's tokens.
 
     As many prompts as fit are taken, first come, first served. Rows that are left over go to the prompts with
@@ -58,10 +60,10 @@ def halve(prompts: Sequence[tuple[int, int]], num_rows: int, size: int, fixed: f
     Returns:
       Both halves, ``num_rows`` long, None for a row without work.
     """
-    taken = range(min(len(prompts), 2 * num_rows))
-    longest = sorted((n for n in taken if prompts[n][1] > 1), key=lambda n: -prompts[n][1])
-    cut = sorted(longest[: 2 * num_rows - len(taken)])
-    whole = [Piece(n, prompts[n][0], min(prompts[n][1], size)) for n in taken if n not in cut]
+    chosen = range(min(len(prompts), 2 * num_rows))
+    longest = sorted((n for n in chosen if prompts[n][1] > 1), key=lambda n: -prompts[n][1])
+    cut = sorted(longest[: 2 * num_rows - len(chosen)])
+    whole = [Piece(n, prompts[n][0], min(prompts[n][1], size)) for n in chosen if n not in cut]
     halves: tuple[list[Piece], list[Piece]] = ([], [])
     costs = [0.0, 0.0]
     for piece in sorted(whole, key=lambda piece: -piece.cost(fixed)):

@@ -18,7 +18,7 @@ from dualpipe_jax.functional import Tree, pure_nnx
 from models.attention import RMSNorm
 from models.blocks import Block, DenseBlock, Merge
 from models.config import Config
-from models.decode.attention import ByHeads, by_heads, cached_attention
+from models.decode.attention import PerHeadProjection, cached_attention, split_by_head
 from models.decode.cache import Rows
 from models.kernels import AUTO, Kernels
 from models.lazy import Lazy, is_lazy
@@ -27,7 +27,7 @@ from models.stages import head_kernel, only_stage
 from models.vocabulary import look_up, project
 
 
-class Made(NamedTuple):
+class LayerOutputs(NamedTuple):
     """What layers return besides activations.
 
     Attributes:
@@ -39,8 +39,8 @@ class Made(NamedTuple):
     latents: tuple[Array, ...]
     counts: tuple[Array, ...]
 
-    def __add__(self, other: Any) -> "Made":
-        return Made(self.latents + other.latents, self.counts + other.counts)
+    def __add__(self, other: Any) -> "LayerOutputs":
+        return LayerOutputs(self.latents + other.latents, self.counts + other.counts)
 
 
 Before = tuple[Rows, Sequence[Array]]
@@ -60,9 +60,9 @@ class Decoder:
       prepare: ``prepare(params) -> weights``, from the params of a one-stage pipeline; matrices in the
         compute dtype, the router's in float32, and ``kv_b_proj`` as ``Weights`` of
         ``models.decode.attention``. From lazy params (``models.lazy``) it makes lazy weights.
-      forward: ``forward(weights, cache, rows, before=None) -> (x [B, S, D], Made)``, where x is the output of
+      forward: ``forward(weights, cache, rows, before=None) -> (x [B, S, D], LayerOutputs)``, where x is the output of
         the last layer. It only reads the cache; ``write`` adds to it.
-      draft: ``draft(weights, cache, rows, x, before=None) -> (x, Made)``, through the first module of
+      draft: ``draft(weights, cache, rows, x, before=None) -> (x, LayerOutputs)``, through the first module of
         multi-token prediction, whose layer comes after the model's. The tokens of ``rows`` are those that
         follow x's tokens.
       logits: ``logits(weights, x [..., D]) -> [..., V]`` in float32, from the x that ``forward`` returned.
@@ -75,8 +75,8 @@ class Decoder:
     dispatch: Dispatch
     platform: str
     prepare: Callable[[Tree], Tree]
-    forward: Callable[..., tuple[Array, Made]]
-    draft: Callable[..., tuple[Array, Made]]
+    forward: Callable[..., tuple[Array, LayerOutputs]]
+    draft: Callable[..., tuple[Array, LayerOutputs]]
     logits: Callable[[Tree, Array], Array]
     draft_logits: Callable[[Tree, Array], Array]
     fresh: Callable[[], "Decoder"]
@@ -120,15 +120,19 @@ def decoder(
 
     def run(
         own: Tree, x_BSD: Array, cache: Array, layer: int, rows: Rows, before: Before | None
-    ) -> tuple[Array, Made]:
+    ) -> tuple[Array, LayerOutputs]:
         module = dense if own["bias"] is None else block
-        heard = None if before is None else (before[0], before[1][layer])
+        layer_before = None if before is None else (before[0], before[1][layer])
         # Each device of the experts' axis has a table of its own: the only row of its shard.
         copies_EX = own["copies"][0] if "copies" in own else None
-        return module({"block": own["block"]}, x_BSD, cache, layer, rows, heard, own["bias"], copies_EX)
+        return module(
+            {"block": own["block"]}, x_BSD, cache, layer, rows, layer_before, own["bias"], copies_EX
+        )
 
-    def forward(weights: Tree, cache: Array, rows: Rows, before: Before | None = None) -> tuple[Array, Made]:
-        x_BSD, made = embed(weights, rows), Made((), ())
+    def forward(
+        weights: Tree, cache: Array, rows: Rows, before: Before | None = None
+    ) -> tuple[Array, LayerOutputs]:
+        x_BSD, made = embed(weights, rows), LayerOutputs((), ())
         for layer, own in enumerate(weights["layers"]):
             x_BSD, more = run(own, x_BSD, cache, layer, rows, before)
             made += more
@@ -136,20 +140,20 @@ def decoder(
 
     def draft(
         weights: Tree, cache: Array, rows: Rows, x_BSD: Array, before: Before | None = None
-    ) -> tuple[Array, Made]:
+    ) -> tuple[Array, LayerOutputs]:
         own = weights["mtp"][0]
-        heard_BSD = norm(weights["norm"], x_BSD) if mtp_after_norm else x_BSD
-        x_BSD = merge(own["merge"], embed(weights, rows), heard_BSD)
+        hidden_BSD = norm(weights["norm"], x_BSD) if mtp_after_norm else x_BSD
+        x_BSD = merge(own["merge"], embed(weights, rows), hidden_BSD)
         return run(own, x_BSD, cache, config.num_layers, rows, before)
 
-    def words(weights: Tree, normed: Array) -> Array:
+    def to_logits(weights: Tree, normed: Array) -> Array:
         flat = project(normed.reshape(-1, config.dim), head_kernel(config, weights))
         return flat.reshape(*normed.shape[:-1], config.vocab)
 
-    made_at_once = jax.jit(lambda params: _prepare(config, params))
+    jitted_prepare = jax.jit(lambda params: _prepare(config, params))
 
     def prepare(params: Tree) -> Tree:
-        return _prepare(config, params) if is_lazy(params) else made_at_once(params)
+        return _prepare(config, params) if is_lazy(params) else jitted_prepare(params)
 
     return Decoder(
         config,
@@ -158,8 +162,8 @@ def decoder(
         prepare,
         forward,
         draft,
-        lambda weights, x: words(weights, norm(weights["norm"], x)),
-        lambda weights, x: words(weights, norm(weights["mtp"][0]["norm"], x)),
+        lambda weights, x: to_logits(weights, norm(weights["norm"], x)),
+        lambda weights, x: to_logits(weights, norm(weights["mtp"][0]["norm"], x)),
         functools.partial(
             decoder,
             config,
@@ -177,8 +181,8 @@ class _Cached(nnx.Module):
     """A block whose attention reads a cache."""
 
     def __init__(self, block: Block | DenseBlock, attention: Callable[..., tuple[Array, Array]]):
-        attended: Any = block.self_attn
-        attended.kv_b_proj = ByHeads(attended.config)
+        self_attn: Any = block.self_attn
+        self_attn.kv_b_proj = PerHeadProjection(self_attn.config)
         self.block = block
         self.attention = attention
 
@@ -191,29 +195,29 @@ class _Cached(nnx.Module):
         before: tuple[Rows, Array] | None,
         bias_E: Array | None,
         copies_EX: Array | None,
-    ) -> tuple[Array, Made]:
+    ) -> tuple[Array, LayerOutputs]:
         block: Any = self.block
-        heard_BSD, latents_BSL = self.attention(
+        hidden_BSD, latents_BSL = self.attention(
             block.self_attn, block.input_layernorm(x_BSD), cache, layer, rows, before
         )
-        x_BSD = x_BSD + heard_BSD
+        x_BSD = x_BSD + hidden_BSD
         normed_BSD = block.post_attention_layernorm(x_BSD)
         if bias_E is None:
-            return x_BSD + block.mlp(normed_BSD), Made((latents_BSL,), ())
+            return x_BSD + block.mlp(normed_BSD), LayerOutputs((latents_BSL,), ())
         y_BSD, load = block.mlp(normed_BSD, bias_E, rows.live, copies_EX, only_live=True)
-        return x_BSD + y_BSD, Made((latents_BSL,), (load.counts,))
+        return x_BSD + y_BSD, LayerOutputs((latents_BSL,), (load.counts,))
 
 
-_BLOCK = 256
+_HIDDEN_MULTIPLE = 256
 """The hidden dim of a dense layer is padded to a multiple of this. On a GPU, XLA splits the sum over a
 matrix's many rows among multiprocessors; if the rows do not divide evenly, it copies the matrix in every
 step. For the 10,944 rows of V2-Lite that took 28 us of a step's 1,152 us."""
 
 
-def _in_whole_blocks(mlp: Tree) -> Tree:
+def _pad_hidden(mlp: Tree) -> Tree:
     """A dense layer's matrices, with the hidden dim padded with zeros, which do not change the layer's output."""
     hidden = mlp["down_proj"]["kernel"].shape[0]
-    missing = -hidden % _BLOCK
+    missing = -hidden % _HIDDEN_MULTIPLE
     if missing > hidden // 64:  # a small layer would consist mostly of padding
         return mlp
 
@@ -247,12 +251,12 @@ def _prepare(config: Config, params: Tree) -> Tree:
         is_router = getattr(path[-1], "key", None) == "gate"
         return leaf if leaf.ndim < 2 or is_router else leaf.astype(config.compute_dtype)
 
-    def laid_out(own: Tree) -> Tree:
+    def with_layout(own: Tree) -> Tree:
         block = own["block"]
         attention = block["self_attn"]
-        heads = by_heads(config, attention["kv_b_proj"]["kernel"])
-        mlp = _in_whole_blocks(block["mlp"]) if own["bias"] is None else block["mlp"]
+        heads = split_by_head(config, attention["kv_b_proj"]["kernel"])
+        mlp = _pad_hidden(block["mlp"]) if own["bias"] is None else block["mlp"]
         return own | {"block": block | {"self_attn": attention | {"kv_b_proj": heads}, "mlp": mlp}}
 
     weights = jax.tree_util.tree_map_with_path(cast, weights)
-    return weights | {name: [laid_out(own) for own in weights[name]] for name in ("layers", "mtp")}
+    return weights | {name: [with_layout(own) for own in weights[name]] for name in ("layers", "mtp")}

@@ -21,8 +21,8 @@ from dualpipe_jax.ynnpack import YNNPACK
 from models.config import Config
 from models.decode.cache import Rows, init_cache, write
 from models.decode.experts import weight_specs
-from models.decode.model import Decoder, Made
-from models.decode.running import Running, decoding, none_running, prefilling, repeating
+from models.decode.model import Decoder, LayerOutputs
+from models.decode.running import Running, empty_running, repeated_decode, stateful_decode, stateful_prefill
 from models.decode.steps import decode, prefill
 
 ROWS, BLOCKS = PartitionSpec(EP), PartitionSpec(None, EP)
@@ -36,11 +36,11 @@ class Programs(NamedTuple):
 
     Attributes:
       prefill: ``(weights, cache, (rows, follow, sampling, running, begun)) -> ((Prefilled, Running), counts, cache)``;
-        counts are int32 [devices, layers with experts, E], see ``Made``.
+        counts are int32 [devices, layers with experts, E], see ``LayerOutputs``.
       prefill_fresh: ``prefill`` for rows that all start at 0, in halves too: nothing is read from the cache,
         and attention is the layer's own, on a GPU a kernel. It is compiled when it is first called.
       decode: ``(weights, cache, (wanted, tables, sampling, running)) -> ((Decoded, Running), counts,
-        cache)``, which runs several steps and returns their results as ``repeating`` says; wanted is bool
+        cache)``, which runs several steps and returns their results as ``repeated_decode`` says; wanted is bool
         [B], false for slots whose request does not decode, or has ended as far as the host knows. In all
         three, sampling is None where all rows take the likeliest token, which is another program.
       init_cache: ``(num_blocks, block_size) -> cache``, for all devices.
@@ -84,29 +84,31 @@ def programs(
         raise ValueError(f"Engine: microbatches is {microbatches}, must be 1 or 2")
 
     def compiled(
-        step: Step, fed: Callable[..., Any], *, hears: bool, fresh: bool = False
+        step: Step, wrap: Callable[..., Any], *, attends: bool, fresh: bool = False
     ) -> Callable[..., tuple[Any, Array, Array]]:
         step = functools.partial(step, model.fresh() if fresh else model, drafts, scores)
         run = (
-            functools.partial(in_halves, step, hears) if microbatches == 2 else functools.partial(whole, step)
+            functools.partial(in_two_microbatches, step, attends)
+            if microbatches == 2
+            else functools.partial(in_one_batch, step)
         )
-        return jit_step(fed(run), mesh, _options(model.platform))
+        return jit_step(wrap(run), mesh, _options(model.platform))
 
-    alone = of_two_rows if model.platform == "gpu" else lambda run: run
+    pad = pad_to_two_rows if model.platform == "gpu" else lambda run: run
 
-    def prompts(run: Callable[..., Any]) -> Callable[..., Any]:
-        return prefilling(alone(run))
+    def wrap_prefill(run: Callable[..., Any]) -> Callable[..., Any]:
+        return stateful_prefill(pad(run))
 
-    def texts(run: Callable[..., Any]) -> Callable[..., Any]:
-        steps = repeating(decoding(run, 1 + drafts), num_steps)
+    def wrap_decode(run: Callable[..., Any]) -> Callable[..., Any]:
+        steps = repeated_decode(stateful_decode(run, 1 + drafts), num_steps)
         # With a draft even a single row has two tokens.
-        return steps if drafts else alone(steps)
+        return steps if drafts else pad(steps)
 
     return Programs(
-        compiled(prefill, prompts, hears=True),
+        compiled(prefill, wrap_prefill, attends=True),
         # Halves that both start at 0 hold different prompts: neither attends to the other.
-        compiled(prefill, prompts, hears=False, fresh=True),
-        compiled(decode, texts, hears=False),
+        compiled(prefill, wrap_prefill, attends=False, fresh=True),
+        compiled(decode, wrap_decode, attends=False),
         functools.partial(_init_cache, model.config, mesh),
         functools.partial(_init_running, mesh),
     )
@@ -157,8 +159,8 @@ def jit_step(run: Callable[..., Any], mesh: Mesh | None, options: dict[str, str]
             donate_argnums=1,
             compiler_options=options,
         )
-    lie = cache_format(mesh)
-    told = _seen_by_all(mesh) if mesh.is_multi_process else None
+    cache_layout = cache_format(mesh)
+    results_sharding = _replicated(mesh) if mesh.is_multi_process else None
 
     def step(weights: Tree, cache: Array, rows: tuple[Tree, ...]) -> Any:
         return on_mesh(run, mesh)(weights, cache, *rows)
@@ -166,13 +168,13 @@ def jit_step(run: Callable[..., Any], mesh: Mesh | None, options: dict[str, str]
     return jax.jit(
         step,
         donate_argnums=1,
-        in_shardings=(None, lie, None),
-        out_shardings=(told, told, lie),
+        in_shardings=(None, cache_layout, None),
+        out_shardings=(results_sharding, results_sharding, cache_layout),
         compiler_options=options,
     )
 
 
-def _seen_by_all(mesh: Mesh) -> NamedSharding:
+def _replicated(mesh: Mesh) -> NamedSharding:
     """Every device gets the whole array, because each process runs the engine and needs the tokens of all rows."""
     return NamedSharding(mesh, PartitionSpec())
 
@@ -185,7 +187,7 @@ def cache_format(mesh: Mesh) -> Format:
 def on_mesh(run: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
     """``run(weights, cache, rows, ...) -> (out, counts, cache)`` on every device of a mesh, each with its own part."""
 
-    def everywhere(weights: Tree, cache: Array, *rows: Tree) -> Any:
+    def on_all_devices(weights: Tree, cache: Array, *rows: Tree) -> Any:
         mapped = jax.shard_map(
             run,
             mesh=mesh,
@@ -195,15 +197,17 @@ def on_mesh(run: Callable[..., Any], mesh: Mesh) -> Callable[..., Any]:
         )
         return mapped(weights, cache, *rows)
 
-    return everywhere
+    return on_all_devices
 
 
-def whole(step: Step, weights: Tree, cache: Array, rows: Rows, *more: Tree) -> tuple[Any, Array, Array]:
+def in_one_batch(
+    step: Step, weights: Tree, cache: Array, rows: Rows, *more: Tree
+) -> tuple[Any, Array, Array]:
     """Run one step of one device, all its rows at once."""
-    return _written(cache, [(rows, *step(weights, cache, rows, *more))])
+    return _write_results(cache, [(rows, *step(weights, cache, rows, *more))])
 
 
-def of_two_rows(run: Callable[..., Any]) -> Callable[..., Any]:
+def pad_to_two_rows(run: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``run`` so that it never gets one token alone: an empty second row is added and its results are dropped.
 
     XLA does not treat the product of a vector and a matrix as a matrix product. On a GPU it multiplies
@@ -215,24 +219,24 @@ def of_two_rows(run: Callable[..., Any]) -> Callable[..., Any]:
         the row. The first array of ``rows`` has one element for each token.
     """
 
-    def beside(leaf: Array) -> Array:
+    def with_empty_row(leaf: Array) -> Array:
         # XLA fuses a select into the operation that reads it; a concatenation would be a kernel of its own.
-        asked = jnp.arange(2, dtype=jnp.int32).reshape(2, *[1] * (jnp.ndim(leaf) - 1)) == 0
-        return jnp.where(asked, leaf, jnp.zeros((), leaf.dtype))
+        is_first = jnp.arange(2, dtype=jnp.int32).reshape(2, *[1] * (jnp.ndim(leaf) - 1)) == 0
+        return jnp.where(is_first, leaf, jnp.zeros((), leaf.dtype))
 
-    def of_two(weights: Tree, cache: Array, *rows: Tree) -> tuple[Any, Array, Array]:
+    def padded(weights: Tree, cache: Array, *rows: Tree) -> tuple[Any, Array, Array]:
         if jax.tree.leaves(rows)[0].size > 1:
             return run(weights, cache, *rows)
-        out, counts, cache = run(weights, cache, *jax.tree.map(beside, rows))
+        out, counts, cache = run(weights, cache, *jax.tree.map(with_empty_row, rows))
         return jax.tree.map(lambda leaf: leaf[:1], out), counts, cache
 
-    return of_two
+    return padded
 
 
-def in_halves(
-    step: Step, hears: bool, weights: Tree, cache: Array, rows: Rows, *more: Tree
+def in_two_microbatches(
+    step: Step, attends: bool, weights: Tree, cache: Array, rows: Rows, *more: Tree
 ) -> tuple[Any, Array, Array]:
-    """Run one step in two microbatches, of which the first leads; if ``hears``, the second attends to the first."""
+    """Run one step in two microbatches, of which the first leads; if ``attends``, the second attends to the first."""
 
     def half(k: int) -> Any:
         return jax.tree.map(lambda leaf: jnp.split(jnp.asarray(leaf), 2)[k], (rows, *more))
@@ -243,7 +247,7 @@ def in_halves(
 
     @jax.named_scope("microbatch_b")
     def follow(fixed: Tree, *arguments: Tree) -> Any:
-        if not hears:
+        if not attends:
             return step(*fixed, *arguments)
         *arguments, ahead, latents = arguments  # type: ignore[assignment]
         return step(*fixed, *arguments, (ahead, latents))
@@ -251,15 +255,15 @@ def in_halves(
     fixed, first, second = (weights, cache), half(0), half(1)
     followed, led = side_by_side(
         follow,
-        (fixed, *second, *first[:1]) if hears else (fixed, *second),
+        (fixed, *second, *first[:1]) if attends else (fixed, *second),
         lead,
         (fixed, *first),
-        passed=(lambda result: result[1].latents) if hears else None,
+        passed=(lambda result: result[1].latents) if attends else None,
     )
-    return _written(cache, [(first[0], *led), (second[0], *followed)])
+    return _write_results(cache, [(first[0], *led), (second[0], *followed)])
 
 
-def _written(cache: Array, parts: Sequence[tuple[Rows, Any, Made]]) -> tuple[Any, Array, Array]:
+def _write_results(cache: Array, parts: Sequence[tuple[Rows, Any, LayerOutputs]]) -> tuple[Any, Array, Array]:
     """The results of all parts one after the other, the sum of their counts, and the cache with their latents."""
     # Everything must be read before anything is written: otherwise XLA copies the cache.
     parts = lax.optimization_barrier(list(parts))
@@ -278,8 +282,8 @@ def _init_cache(config: Config, mesh: Mesh | None, num_blocks: int, block_size: 
 
 
 def _init_running(mesh: Mesh | None, num_slots: int) -> Running:
-    running = none_running(num_slots)
+    running = empty_running(num_slots)
     if mesh is None:
         return jax.tree.map(jnp.asarray, running)
     # In the sharding of the programs' results; otherwise each program would be compiled twice.
-    return jax.device_put(running, _seen_by_all(mesh) if mesh.is_multi_process else NamedSharding(mesh, ROWS))
+    return jax.device_put(running, _replicated(mesh) if mesh.is_multi_process else NamedSharding(mesh, ROWS))

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from dualpipe_jax.arguments import typechecked
-from models.decode.scores import MOST, Score
+from models.decode.scores import MAX_LIKELIEST, Score
 
 STEPS_ON_GPU = 4
 """The number of decode steps that the host starts at once on a GPU. With nine layers of V2-Lite an H200 runs
@@ -166,7 +166,10 @@ def check_request(prompt: np.ndarray, params: SamplingParams, limits: Limits, vo
             (f"temperature is {params.temperature}, must be 0 or more", 0 <= params.temperature < np.inf),
             (f"top_p is {params.top_p}, must be above 0 and at most 1", 0 < params.top_p <= 1),
             (f"seed is {params.seed}, must lie between 0 and 2**32 - 1", 0 <= params.seed < 2**32),
-            (f"likeliest is {params.likeliest}, must be 0 to {MOST}", 0 <= (params.likeliest or 0) <= MOST),
+            (
+                f"likeliest is {params.likeliest}, must be 0 to {MAX_LIKELIEST}",
+                0 <= (params.likeliest or 0) <= MAX_LIKELIEST,
+            ),
             (
                 "score_prompt is asked for without likeliest, which says how many tokens to tell: give 0 or more",
                 not params.score_prompt or params.likeliest is not None,

@@ -69,12 +69,12 @@ def likeliest(logits: Array) -> tuple[Array, Array]:
     """
     token = lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
 
-    def better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
-        stays = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
-        return jnp.where(stays, one[0], other[0]), jnp.where(stays, one[1], other[1]), one[2] & other[2]
+    def better(a: tuple[Array, ...], b: tuple[Array, ...]) -> tuple[Array, ...]:
+        stays = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] < b[1]))
+        return jnp.where(stays, a[0], b[0]), jnp.where(stays, a[1], b[1]), a[2] & b[2]
 
-    nothing = jnp.float32(-jnp.inf), jnp.int32(logits.shape[-1] - 1), jnp.bool_(True)
-    _, best, finite = lax.reduce((logits, token, jnp.isfinite(logits)), nothing, better, [logits.ndim - 1])
+    initial = jnp.float32(-jnp.inf), jnp.int32(logits.shape[-1] - 1), jnp.bool_(True)
+    _, best, finite = lax.reduce((logits, token, jnp.isfinite(logits)), initial, better, [logits.ndim - 1])
     return best, finite
 
 

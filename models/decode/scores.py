@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-MOST = 20
+MAX_LIKELIEST = 20
 """The largest number of likeliest tokens that a score can list."""
 
 
@@ -55,5 +55,5 @@ def score(logits_BSV: Array, tokens_BS: Array) -> Scores:
     """Compute the scores of tokens from the logits at their positions."""
     logprobs_BSV = jax.nn.log_softmax(logits_BSV.astype(jnp.float32), axis=-1)
     own_BS = jnp.take_along_axis(logprobs_BSV, tokens_BS[..., None], axis=-1)[..., 0]
-    best_BSK, likeliest_BSK = jax.lax.top_k(logprobs_BSV, min(MOST, logits_BSV.shape[-1]))
+    best_BSK, likeliest_BSK = jax.lax.top_k(logprobs_BSV, min(MAX_LIKELIEST, logits_BSV.shape[-1]))
     return Scores(own_BS, likeliest_BSK.astype(jnp.int32), best_BSK)

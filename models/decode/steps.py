@@ -13,7 +13,7 @@ from jax import Array
 
 from dualpipe_jax.functional import Tree
 from models.decode.cache import Rows
-from models.decode.model import Before, Decoder, Made
+from models.decode.model import Before, Decoder, LayerOutputs
 from models.decode.sampling import Sampling, choose
 from models.decode.scores import Scores, score
 
@@ -42,7 +42,7 @@ class Decoded(NamedTuple):
       tokens: int32 [B, S], the token that follows each of a row's tokens.
       accepted: int32 [B], how many of ``tokens`` count: one, and one more for a draft that was right; 0 for
         rows that were fed nothing.
-      fed: int32 [B], the number of tokens that a row was fed; the second is a draft.
+      num_fed: int32 [B], the number of tokens that a row was fed; the second is a draft.
       finite: bool [B], whether the logits of all tokens that count are finite.
       drafts: int32 [B], a guess at the token after those that count; -1 without drafts.
       scores: the scores of ``tokens``; None if they were not asked for.
@@ -50,7 +50,7 @@ class Decoded(NamedTuple):
 
     tokens: Array
     accepted: Array
-    fed: Array
+    num_fed: Array
     finite: Array
     drafts: Array
     scores: Scores | None = None
@@ -63,10 +63,10 @@ def prefill(
     weights: Tree,
     cache: Array,
     rows: Rows,
-    follow: Array | np.ndarray,
+    next_tokens: Array | np.ndarray,
     sampling: Sampling | None,
     before: Before | None = None,
-) -> tuple[Prefilled, Made]:
+) -> tuple[Prefilled, LayerOutputs]:
     """Take in the next chunk of prompts.
 
     Args:
@@ -76,7 +76,7 @@ def prefill(
       weights: as ``model.prepare`` made them.
       cache: see ``init_cache``; it is only read.
       rows: the tokens of the chunk.
-      follow: int32 [B], the prompt's token after the chunk, for each row; -1 where the prompt ends with the
+      next_tokens: int32 [B], the prompt's token after the chunk, for each row; -1 where the prompt ends with the
         chunk.
       sampling: the sampling of the rows; None if all take the likeliest token.
       before: rows that come before these and are not in the cache yet.
@@ -86,7 +86,7 @@ def prefill(
     logits_B1V = model.logits(weights, _at(x_BSD, last_B))
     tokens_B1, finite_B1 = choose(logits_B1V, sampling, jnp.asarray(rows.starts + rows.lengths)[:, None])
     tokens_B, finite_B = tokens_B1[:, 0], finite_B1[:, 0]
-    next_B = jnp.where(follow < 0, tokens_B, follow)
+    next_B = jnp.where(next_tokens < 0, tokens_B, next_tokens)
     index = jnp.arange(x_BSD.shape[1], dtype=jnp.int32)
     shifted_BS = jnp.roll(jnp.asarray(rows.tokens), -1, axis=1)
     nexts_BS = jnp.where(index == last_B[:, None], next_B[:, None], shifted_BS)
@@ -107,7 +107,7 @@ def decode(
     cache: Array,
     rows: Rows,
     sampling: Sampling | None,
-) -> tuple[Decoded, Made]:
+) -> tuple[Decoded, LayerOutputs]:
     """Feed each row its newest token and, where rows have two tokens, a draft of the next; see ``prefill``.
 
     A draft counts if the same token would have been chosen without it. Sampling depends only on logits, seed
@@ -141,7 +141,7 @@ def _drafts(
     x_BSD: Array,
     last_B: Array,
     before: Before | None = None,
-) -> tuple[Array, Made]:
+) -> tuple[Array, LayerOutputs]:
     """The likeliest token after a row's last one, by the draft module, and what its layer made of all tokens."""
     x_BSD, made = model.draft(weights, cache, rows, x_BSD, before)
     logits_B1V = model.draft_logits(weights, _at(x_BSD, last_B))

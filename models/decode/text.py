@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 
 
-class Text(Protocol):
+class TokenizerLike(Protocol):
     """An object that turns text into tokens and back; ``models.weights.Tokenizer`` is one."""
 
     def encode(self, text: str) -> np.ndarray:
@@ -19,8 +19,8 @@ class Text(Protocol):
         """Return the bytes that a token stands for, which may be only a part of a character."""
 
 
-class Bytes:
-    """The ``Text`` whose tokens are the bytes of UTF-8."""
+class ByteTokenizer:
+    """The ``TokenizerLike`` whose tokens are the bytes of UTF-8."""
 
     def encode(self, text: str) -> np.ndarray:
         """Return a text's bytes, int32 [S]. Raises UnicodeEncodeError for half a surrogate pair, which has no bytes."""
@@ -34,71 +34,71 @@ class Bytes:
         return bytes([token])
 
 
-class Stream:
+class Detokenizer:
     """The text of a growing list of tokens, returned part by part as soon as it can no longer change.
 
     A character may take several tokens, and a tokenizer may treat the first token of a text in a special way,
     so new tokens are decoded together with those before them.
     """
 
-    PATIENCE = 8
+    MAX_HELD_BACK = 8
     """The number of tokens after which bytes that form no character are no longer held back."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]):
         self._decode = decode
         self._tokens: list[int] = []
-        self._context, self._given = 0, 0
+        self._context, self._num_emitted = 0, 0
 
     def push(self, token: int) -> str:
         """Add a token; return the text that can no longer change, perhaps none."""
         self._tokens.append(token)
-        end, now = len(self._tokens), self._decode(self._tokens[self._context :])
-        if now.endswith("\ufffd"):
-            if end - self._given < self.PATIENCE:
+        end, text = len(self._tokens), self._decode(self._tokens[self._context :])
+        if text.endswith("\ufffd"):
+            if end - self._num_emitted < self.MAX_HELD_BACK:
                 return ""
-            if begun := self._num_begun(now):
-                end, now = end - begun, now[:-1]
-        return self._give(end, now)
+            if incomplete := self._num_incomplete(text):
+                end, text = end - incomplete, text[:-1]
+        return self._emit(end, text)
 
     def finish(self) -> str:
-        return self._give(len(self._tokens), self._decode(self._tokens[self._context :]))
+        return self._emit(len(self._tokens), self._decode(self._tokens[self._context :]))
 
-    def _num_begun(self, now: str) -> int:
+    def _num_incomplete(self, text: str) -> int:
         """The number of tokens at the end that may be the beginning of one character."""
         for number in range(3, 0, -1):  # a character has at most four bytes
             ahead = self._decode(self._tokens[self._context : -number])
-            if self._decode(self._tokens[-number:]) == "\ufffd" and ahead + "\ufffd" == now:
+            if self._decode(self._tokens[-number:]) == "\ufffd" and ahead + "\ufffd" == text:
                 return number
         return 0
 
-    def _give(self, end: int, now: str) -> str:
-        """Return the new part of ``now``, the text of the tokens up to ``end``, and mark them as returned."""
-        before = self._decode(self._tokens[self._context : self._given])
-        self._context, self._given = self._given, end
-        return now[len(before) :]
+    def _emit(self, end: int, text: str) -> str:
+        """Return the new part of ``text``, the text of the tokens up to ``end``, and mark them as returned."""
+        before = self._decode(self._tokens[self._context : self._num_emitted])
+        self._context, self._num_emitted = self._num_emitted, end
+        return text[len(before) :]
 
 
-class Offsets:
+class TokenOffsets:
     """The offset of each token in its text: the number of characters before it.
 
     A token that is a part of a character has the offset of that character.
     """
 
-    NEAR = 8
+    CONTEXT = 8
     """The number of tokens before a new one that are decoded again, to see what it adds to the text."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str]):
         self._decode = decode
-        self._near: list[int] = []
+        self._context: list[int] = []
         self._length = 0
 
     def push(self, token: int) -> int:
-        before, self._near = self._decode(self._near), [*self._near, token]
-        now = self._decode(self._near)
+        before, self._context = self._decode(self._context), [*self._context, token]
+        after = self._decode(self._context)
         # An unfinished character is U+FFFD. The next token replaces that by the character, or leaves it as it
         # is because it only adds one more of the character's bytes.
-        another = not now.startswith(before) or (now == before and bool(self._decode([token])))
-        found = self._length - (before.endswith("\ufffd") and another)
-        self._length += len(now) - len(before)
-        self._near = self._near[-self.NEAR :]
+        is_new_character = not after.startswith(before) or (after == before and bool(self._decode([token])))
+        found = self._length - (before.endswith("\ufffd") and is_new_character)
+        self._length += len(after) - len(before)
+        self._context = self._context[-self.CONTEXT :]
         return found

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from models.decode import RequestError, SamplingParams
-from models.decode.text import Text
+from models.decode.text import TokenizerLike
 from models.serve.errors import Refused
 from models.serve.gate import Gate
 from models.serve.job import Job, Wanted, too_late
@@ -46,7 +46,7 @@ class Served:
     """
 
     name: str
-    text: Text
+    text: TokenizerLike
     stop: tuple[int, ...] = ()
     chat: Callable[[Sequence[Mapping[str, Any]]], np.ndarray] | None = None
 
@@ -208,7 +208,7 @@ def _wanted(
     return wanted
 
 
-def _tokens(prompt: Prompt, text: Text) -> np.ndarray:
+def _tokens(prompt: Prompt, text: TokenizerLike) -> np.ndarray:
     if not isinstance(prompt, str):
         return np.asarray(prompt, np.int32)
     try:

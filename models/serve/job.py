@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from models.decode import Completion, SamplingParams, Score
-from models.decode.text import Stream
+from models.decode.text import Detokenizer
 from models.serve.errors import Refused
 from models.serve.metrics import Metrics, Watch
 from models.serve.runner import Runner
@@ -82,7 +82,7 @@ def too_late(seconds: float) -> Refused:
 
 class _Choice:
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], echo: str, watch: Watch):
-        self._stream, self._until = Stream(decode), Until(stops)
+        self._stream, self._until = Detokenizer(decode), Until(stops)
         self._ahead, self._scores = echo, list[Score]()
         self.watch = watch
         self.num_tokens = 0

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from models.decode.scores import MOST
+from models.decode.scores import MAX_LIKELIEST
 from models.serve.errors import Refused
 
 Prompt = str | list[int]
@@ -78,7 +78,7 @@ class CompletionAsked(_Asked):
     """The parameters of a request for completions."""
 
     max_tokens: int = Field(16, ge=1)
-    logprobs: int | None = Field(None, ge=0, le=MOST)
+    logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
     prompt: Annotated[list[Prompt], BeforeValidator(_prompts), Field(min_length=1)]
     echo: bool = False
     best_of: Literal[1] = 1
@@ -116,7 +116,7 @@ class ChatAsked(_Asked):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=MOST)
+    top_logprobs: int = Field(0, ge=0, le=MAX_LIKELIEST)
     # Not supported either: only the values that change nothing are accepted.
     tool_choice: Literal["none"] = "none"
     response_format: dict[Literal["type"], Literal["text"]] = {"type": "text"}

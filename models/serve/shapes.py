@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from models.decode import Score
-from models.decode.text import Offsets, Text
+from models.decode.text import TokenizerLike, TokenOffsets
 from models.serve.job import Piece, Usage
 
 
@@ -38,11 +38,11 @@ class Completions:
         otherwise.
     """
 
-    def __init__(self, model: str, text: Text, likeliest: int | None, first: Sequence[int | None]):
+    def __init__(self, model: str, text: TokenizerLike, likeliest: int | None, first: Sequence[int | None]):
         self._head = _head(model, "cmpl", "text_completion")
         self._decode, self._likeliest = text.decode, likeliest
         self._first = dict(enumerate(first))
-        self._offsets: dict[int, Offsets] = defaultdict(lambda: Offsets(text.decode))
+        self._offsets: dict[int, TokenOffsets] = defaultdict(lambda: TokenOffsets(text.decode))
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
         return self._head | {"choices": [self._choice(piece) for piece in pieces], "usage": _usage(usage)}
@@ -99,7 +99,7 @@ class Chats:
       likeliest: see ``SamplingParams``.
     """
 
-    def __init__(self, model: str, text: Text, likeliest: int | None):
+    def __init__(self, model: str, text: TokenizerLike, likeliest: int | None):
         self._text, self._likeliest = text, likeliest
         self._head = _head(model, "chatcmpl", "chat.completion")
         self._chunk = self._head | {"object": "chat.completion.chunk"}

@@ -11,7 +11,7 @@ from dualpipe_jax import inspect
 from dualpipe_jax.inspect.target import MissingCompiler, Target
 from models.decode import decoder, init_cache
 from models.decode.programs import programs
-from models.decode.running import none_running
+from models.decode.running import empty_running
 from models.decode.sampling import Sampling
 
 CONFIG = models.v2_lite(num_layers=2, compute_dtype=jnp.bfloat16)
@@ -57,7 +57,7 @@ def compiled_on_cpu(batch):
         jax.ShapeDtypeStruct((batch,), dtype) for dtype in (jnp.bool, jnp.float32, jnp.uint32)
     )
     tables = jax.ShapeDtypeStruct((batch, 16), jnp.int32)
-    given = wanted, tables, Sampling(reals, reals, seeds), none_running(batch)
+    given = wanted, tables, Sampling(reals, reals, seeds), empty_running(batch)
     return inspect.read(programs(model, False).decode.lower(weights, cache, given).compile())
 
 

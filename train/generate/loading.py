@@ -13,7 +13,7 @@ import numpy as np
 from dualpipe_jax.functional import Tree
 from models import weights
 from models.config import Config
-from models.decode.text import Bytes, Text
+from models.decode.text import ByteTokenizer, TokenizerLike
 from models.weights import WeightsError, native
 from models.weights.settings import read_settings
 from models.weights.tokenizer import bytes_of
@@ -50,7 +50,7 @@ class Loaded:
     folder: Path
     config: Config
     params: Callable[[], Tree]
-    text: Text
+    text: TokenizerLike
     stop: tuple[int, ...]
     mtp_after_norm: bool
     earlier: Callable[[], "Loaded"] | None = None
@@ -175,7 +175,7 @@ def _vocabulary_of(name: str | Path | None) -> Vocabulary:
 
 
 class _OfVocabulary:
-    """The trainer's vocabulary as a ``Text``: without the separator that it puts after documents."""
+    """The trainer's vocabulary as a ``TokenizerLike``: without the separator that it puts after documents."""
 
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary
@@ -208,7 +208,7 @@ def _from_folder(folder: Path, options: Source) -> Loaded:
     ends = {*_tokens(folder / "config.json", settings), *_tokens(generation, own)}
     where = options.tokenizer or folder
     where = where.parent if where.is_file() else where
-    text: Text = Bytes()
+    text: TokenizerLike = ByteTokenizer()
     if (where / "tokenizer.json").is_file():
         tokenizer = weights.load_tokenizer(where)
         text = tokenizer

@@ -19,7 +19,7 @@ from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.present.numbers import how_many
 from models import Dispatch
 from models.decode import Completion, Engine, Limits, PrefixFolder, RequestError, SamplingParams, decoder
-from models.decode.text import Stream
+from models.decode.text import Detokenizer
 from models.weights import WeightsError
 from train.config import ConfigError
 from train.generate.devices import share
@@ -154,7 +154,7 @@ def _stream(
     say: Say,
     interrupts: Sequence[int] = (),
 ) -> None:
-    stream, began = Stream(loaded.text.decode), time.monotonic()
+    stream, began = Detokenizer(loaded.text.decode), time.monotonic()
     fresh: list[int] = []
     first: float | None = None
     number = engine.add(tokens, params_of(options, loaded), fresh.append)

@@ -28,7 +28,7 @@ from dualpipe_jax.pods.units import unit_of
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from models.decode import Decoder, Rows, decoder, init_cache
 from models.decode.experts import weight_specs
-from models.decode.programs import BLOCKS, ROWS, in_halves, jit_step, whole
+from models.decode.programs import BLOCKS, ROWS, in_one_batch, in_two_microbatches, jit_step
 from train.model import check_eight_bits, in_precision, size
 
 WHAT = "prefill", "decode"
@@ -155,7 +155,11 @@ def lower(step: ServingStep, *, overlap: bool) -> Any:
     # Prompts are whole, so no half attends to the other. The head is left out: a model has only one, which
     # would weigh too much beside these few layers.
     forward = step.model.forward
-    run = functools.partial(in_halves, forward, False) if overlap else functools.partial(whole, forward)
+    run = (
+        functools.partial(in_two_microbatches, forward, False)
+        if overlap
+        else functools.partial(in_one_batch, forward)
+    )
     arguments = laid(weights, weight_specs(weights)), laid(cache, BLOCKS), (laid(rows, ROWS),)
     return jit_step(run, mesh).lower(*arguments)
 

@@ -53,7 +53,7 @@ def test_requests_come_and_go_and_nothing_is_compiled_again():
     assert len(COMPILED) == before
     assert texts(found) == {key: greedy(*asked) for key, asked in wanted.items()}
     assert {one.finish_reason for one in found} == {"length"} and not serving.busy
-    assert len(serving._seats.blocks) == LIMITS.num_blocks
+    assert len(serving._scheduler.blocks) == LIMITS.num_blocks
     assert len(COMPILED) > before, "the oracle's own compilation is counted, so others would be"
 
 
@@ -218,7 +218,7 @@ def test_a_callback_that_raises_ends_its_own_request_alone():
     assert (bad.finish_reason, len(bad.tokens)) == ("error", 1)
     assert bad.error == "on_token raised BrokenPipeError('the client is gone')"
     assert good.tokens == greedy(second, 6)
-    assert len(serving._seats.blocks) == LIMITS.num_blocks
+    assert len(serving._scheduler.blocks) == LIMITS.num_blocks
 
 
 def test_requests_are_cancelled_waiting_or_served_even_by_their_own_callback():
@@ -282,7 +282,9 @@ def test_who_finds_no_room_waits_for_it_though_there_is_a_slot():
     for prompt in asked:
         serving.add(prompt, SamplingParams(max_tokens=8))
     assert (
-        serving.step() == [] and len(serving._seats.waiting) == 1 and len(serving._seats.blocks) == 14 - 2 * 6
+        serving.step() == []
+        and len(serving._scheduler.waiting) == 1
+        and len(serving._scheduler.blocks) == 14 - 2 * 6
     )
     assert [one.tokens for one in serving.run()] == [greedy(prompt, 8) for prompt in asked]
 
@@ -326,7 +328,7 @@ def test_a_common_beginning_is_computed_once(drafts):
     serving.add(more, SamplingParams(max_tokens=3))
     (one,) = serving.run()
     assert one.num_reused == 16 and one.tokens == greedy(more, 3)
-    assert len(serving._seats.blocks) == LIMITS.num_blocks
+    assert len(serving._scheduler.blocks) == LIMITS.num_blocks
 
 
 # ------------------------------------------------------------------------------------------------ drafts
@@ -463,7 +465,9 @@ def test_whoever_asks_how_likely_tokens_are_has_to_be_able_to_hear_it():
     (ended,) = serving.run()
     assert ended.error == "on_score raised KeyError('theirs')" and not ended.tokens
     assert (
-        len(ended.prompt_scores) == 1 and not ended.scores and len(serving._seats.blocks) == LIMITS.num_blocks
+        len(ended.prompt_scores) == 1
+        and not ended.scores
+        and len(serving._scheduler.blocks) == LIMITS.num_blocks
     )
     for params, message in (
         (SamplingParams(likeliest=21), "likeliest is 21, must be 0 to 20"),

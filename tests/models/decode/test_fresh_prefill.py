@@ -7,7 +7,7 @@ import pytest
 
 from models.decode import Rows, attention, decoder, init_cache
 from models.decode.programs import programs
-from models.decode.running import Begun, no_stops, none_running
+from models.decode.running import FinishedPrompts, empty_running, no_stops
 from models.decode.sampling import Sampling
 from tests.models.decode.small_models import random_params, small
 
@@ -27,7 +27,7 @@ def test_it_is_the_chunked_program_of_rows_that_start_at_0(microbatches):
     zeros = np.zeros(NUM_ROWS, np.int32)
     sampling = Sampling(zeros.astype(np.float32), zeros.astype(np.float32) + 1, zeros.astype(np.uint32))
     follow = np.asarray([-1, 3, -1, -1], np.int32)
-    begun = Begun(np.arange(NUM_ROWS, dtype=np.int32), zeros + 20, no_stops(NUM_ROWS))
+    begun = FinishedPrompts(np.arange(NUM_ROWS, dtype=np.int32), zeros + 20, no_stops(NUM_ROWS))
 
     def outcome(prefill, noise):
         rows = Rows(tokens, zeros, LENGTHS, tables)
@@ -84,7 +84,13 @@ def test_neither_does_its_program(microbatches, monkeypatch):
     zeros = np.zeros(NUM_ROWS, np.int32)
     rows = Rows(np.zeros((NUM_ROWS, width), np.int32), zeros, zeros, np.zeros((NUM_ROWS, 3), np.int32))
     sampling = Sampling(zeros.astype(np.float32), zeros.astype(np.float32), zeros.astype(np.uint32))
-    given = rows, zeros - 1, sampling, none_running(NUM_ROWS), Begun(zeros - 1, zeros, no_stops(NUM_ROWS))
+    given = (
+        rows,
+        zeros - 1,
+        sampling,
+        empty_running(NUM_ROWS),
+        FinishedPrompts(zeros - 1, zeros, no_stops(NUM_ROWS)),
+    )
     run.prefill_fresh.lower(weights, cache, given)
     with pytest.raises(AssertionError, match="the cache is read"):
         run.prefill.lower(weights, cache, given)

@@ -16,7 +16,7 @@ from dualpipe_jax.inspect.target import MissingCompiler, Target
 from dualpipe_jax.parallel import make_mesh
 from models import Dispatch, Kernels, v2_lite, v3
 from models.decode import Rows, decoder, experts, init_cache, paged
-from models.decode.programs import in_halves, on_mesh, whole
+from models.decode.programs import in_one_batch, in_two_microbatches, on_mesh
 from models.lazy import lazily
 from tests.models.decode.small_models import QUICK, random_params, small
 from tests.simulated_gpu import interpreted, simulated
@@ -165,7 +165,9 @@ def test_a_step_is_the_same_on_a_gpu(devices, microbatches, monkeypatch):
             return model.logits(weights, x), made
 
         run = (
-            functools.partial(in_halves, step, False) if microbatches == 2 else functools.partial(whole, step)
+            functools.partial(in_two_microbatches, step, False)
+            if microbatches == 2
+            else functools.partial(in_one_batch, step)
         )
         weights = model.prepare(params)
         if devices > 1:

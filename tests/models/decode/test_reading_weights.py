@@ -155,7 +155,7 @@ def test_beginnings_are_shared_by_engines_on_other_devices(tmp_path):
         serving = Engine(one, opened, LIMITS, prefixes=PrefixFolder(tmp_path / "kept"), **how)
         serving.add(prompt, SamplingParams(max_tokens=4))
         found += serving.run()
-        serving._kept.flush()
+        serving._disk_blocks.flush()
     assert [one.num_reused for one in found] == [0, 12, 12]
     assert len(list((tmp_path / "kept").iterdir())) == 1
     assert len({one.tokens for one in found}) == 1

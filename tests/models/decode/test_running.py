@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 
 from models.decode.cache import Rows
-from models.decode.running import NUM_STOPS, Begun, Running, decoding, none_running, prefilling
+from models.decode.running import (
+    NUM_STOPS,
+    FinishedPrompts,
+    Running,
+    empty_running,
+    stateful_decode,
+    stateful_prefill,
+)
 from models.decode.steps import Decoded, Prefilled
 
 SLOTS, VOCAB = 6, 12
@@ -35,7 +42,7 @@ class One:
 @pytest.mark.parametrize("drafts", [False, True])
 def test_rows_are_fed_what_each_request_by_itself_would_be(drafts):
     rng, width = np.random.default_rng(drafts), 1 + drafts
-    running, plain = none_running(SLOTS), [None] * SLOTS
+    running, plain = empty_running(SLOTS), [None] * SLOTS
     tables, fed, answer = np.zeros((SLOTS, 2), np.int32), [], {}
 
     def run_prefill(weights, cache, rows, follow, sampling):
@@ -52,7 +59,7 @@ def test_rows_are_fed_what_each_request_by_itself_would_be(drafts):
             cache,
         )
 
-    prefill, decode = prefilling(run_prefill), decoding(run_decode, width)
+    prefill, decode = stateful_prefill(run_prefill), stateful_decode(run_decode, width)
     ended = 0
     for _ in range(60):
         slots = rng.permutation(SLOTS)[:2].astype(np.int32)
@@ -65,7 +72,9 @@ def test_rows_are_fed_what_each_request_by_itself_would_be(drafts):
         finite, guesses = rng.random(2) < 0.9, guesses if drafts else guesses * 0 - 1
         answer["prefill"] = Prefilled(tokens, finite, guesses)
         rows = Rows(np.zeros((2, 4), np.int32), starts, lengths, tables[:2])
-        (_, running), _, _ = prefill(None, None, rows, None, None, running, Begun(slots, rooms, stops))
+        (_, running), _, _ = prefill(
+            None, None, rows, None, None, running, FinishedPrompts(slots, rooms, stops)
+        )
         for n, slot in enumerate(slots):
             if slot >= 0:
                 about = tokens[n], guesses[n], starts[n] + lengths[n], rooms[n], stops[n, 3:4], finite[n]

@@ -53,7 +53,7 @@ def ask(serving, seed=0):
         if len(numbers) > 3:
             found += serving.step()
     done = {one.id: one for one in found + serving.run()}
-    assert len(serving._seats.blocks) == LIMITS.total_blocks
+    assert len(serving._scheduler.blocks) == LIMITS.total_blocks
     return [done[number] for number in numbers]
 
 
@@ -102,7 +102,7 @@ def test_requests_are_shared_out_over_devices(moving):
     for prompt in prompts(seed=2)[:2]:
         moving.add(prompt, SamplingParams(max_tokens=4))
     moving.step()
-    assert [sum(map(bool, moving._seats.slots_of(device))) for device in (0, 1)] == [1, 1]
+    assert [sum(map(bool, moving._scheduler.slots_of(device))) for device in (0, 1)] == [1, 1]
     moving.run()
 
 

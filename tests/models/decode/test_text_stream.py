@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from models.decode.text import Bytes, Offsets, Stream
+from models.decode.text import ByteTokenizer, Detokenizer, TokenOffsets
 
 TEXT = "Größe 漢字 🙂🏽 naïve\n\tend — ok"
 
@@ -28,15 +28,15 @@ def word_pieces():
 
 
 def streamed(decode, tokens):
-    stream = Stream(decode)
+    stream = Detokenizer(decode)
     parts = [stream.push(token) for token in tokens]
     return [*parts, stream.finish()]
 
 
 def test_bytes():
-    tokens = Bytes().encode(TEXT)
+    tokens = ByteTokenizer().encode(TEXT)
     assert tokens.dtype == np.int32 and bytes(tokens.tolist()).decode() == TEXT
-    parts = streamed(Bytes().decode, tokens.tolist())
+    parts = streamed(ByteTokenizer().decode, tokens.tolist())
     assert "".join(parts) == TEXT and not any("\ufffd" in part for part in parts)
     assert parts[0] == "G" and parts[2:4] == ["", "ö"]
 
@@ -52,14 +52,14 @@ def test_tokenizers(make, tokens):
 
 @pytest.mark.parametrize("text", ["\ufffd\ufffd🎉 ok", "\ufffd\ufffd\ufffd", "\ufffd" * 9 + "é"])
 def test_what_is_no_character_by_its_name_takes_none_with_it(text):
-    assert "".join(streamed(Bytes().decode, Bytes().encode(text).tolist())) == text
+    assert "".join(streamed(ByteTokenizer().decode, ByteTokenizer().encode(text).tolist())) == text
 
 
-@pytest.mark.parametrize("make", [byte_pairs, Bytes])
+@pytest.mark.parametrize("make", [byte_pairs, ByteTokenizer])
 def test_tokens_stand_where_their_characters_do(make):
     text = make()
-    tokens = text.encode(TEXT).tolist() if isinstance(text, Bytes) else text.encode(TEXT).ids
-    offsets = Offsets(text.decode)
+    tokens = text.encode(TEXT).tolist() if isinstance(text, ByteTokenizer) else text.encode(TEXT).ids
+    offsets = TokenOffsets(text.decode)
     found = [offsets.push(token) for token in tokens]
     # The characters that are complete before a token, and the one that it is in.
     complete = [len(text.decode(tokens[:n]).rstrip("\ufffd")) for n in range(len(tokens))]
@@ -67,7 +67,7 @@ def test_tokens_stand_where_their_characters_do(make):
 
 
 def test_what_is_no_character_does_not_hold_up_the_rest():
-    stream = Stream(Bytes().decode)
+    stream = Detokenizer(ByteTokenizer().decode)
     parts = [stream.push(255) for _ in range(8)]
     assert parts == [""] * 7 + ["\ufffd" * 7]  # the last one might begin a character
     assert stream.push(65) == "\ufffdA"

@@ -10,7 +10,7 @@ from dualpipe_jax.parallel import make_mesh
 from models import Dispatch, v3
 from models.decode import Rows, decoder, experts
 from models.decode.halves import Piece, fixed_cost, halve
-from models.decode.programs import in_halves, on_mesh, programs, whole
+from models.decode.programs import in_one_batch, in_two_microbatches, on_mesh, programs
 from models.lazy import lazily
 from tests.models.decode.small_models import QUICK, random_params, small
 from tests.models.decode.small_models import whole as plain_forward
@@ -33,9 +33,11 @@ def served(config, params, tokens, dispatch, held, microbatches):
     step = functools.partial(a_step, model)
 
     @functools.cache
-    def run(hears):
+    def run(attends):
         on_device = (
-            functools.partial(in_halves, step, hears) if microbatches == 2 else functools.partial(whole, step)
+            functools.partial(in_two_microbatches, step, attends)
+            if microbatches == 2
+            else functools.partial(in_one_batch, step)
         )
         return jax.jit(on_mesh(on_device, mesh), compiler_options=QUICK)
 
@@ -46,7 +48,7 @@ def served(config, params, tokens, dispatch, held, microbatches):
     tables = np.stack([rng.permutation(20)[:15].reshape(3, 5) for _ in LENGTHS]).astype(np.int32)
     done, found = np.zeros((2, 3), int), np.zeros((*tokens.shape, config.vocab), np.float32)
 
-    def feed(rows_of, width, hears):
+    def feed(rows_of, width, attends):
         """Pieces by device and row."""
         nonlocal cache
         fed = np.full((2, NUM_ROWS, width), 7, np.int32)
@@ -58,7 +60,7 @@ def served(config, params, tokens, dispatch, held, microbatches):
                 fed[device, row, :length] = tokens[device, n, start : start + length]
                 starts[device, row], lengths[device, row], own[device, row] = start, length, tables[device, n]
         rows = Rows(*(a.reshape(2 * NUM_ROWS, *a.shape[2:]) for a in (fed, starts, lengths, own)))
-        out, _, cache = run(hears)(weights, cache, rows)
+        out, _, cache = run(attends)(weights, cache, rows)
         out = np.asarray(out).reshape(2, NUM_ROWS, width, -1)
         for device, row in np.ndindex(2, NUM_ROWS):
             if (piece := rows_of[device][row]) is not None:

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 from models.decode import Completion, Limits, SamplingParams
-from models.decode.text import Bytes
+from models.decode.text import ByteTokenizer
 from models.serve import HttpLimits, Runner, Served, bind, make_app, serve
 from tests.models.decode.small_models import small
 
@@ -22,7 +22,7 @@ def running(engine, *, limits=HttpLimits(), max_waiting=64, stop=(), hosts=None,
     listening = bind("127.0.0.1", 0)
     listening.listen()  # clients may come before the thread does
     stops, codes = [], []
-    app = make_app(runner, Served("tiny", Bytes(), stop, chat), limits, hosts, keys)
+    app = make_app(runner, Served("tiny", ByteTokenizer(), stop, chat), limits, hosts, keys)
 
     def work():
         codes.append(serve(app, runner, listening, limits=limits, started=stops.append, **how))

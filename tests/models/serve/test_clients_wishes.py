@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tokenizers import decoders, models, pre_tokenizers
 
 from models.decode import SamplingParams, Score
-from models.decode.text import Bytes
+from models.decode.text import ByteTokenizer
 from models.serve import Chat, Refused
 from models.serve.job import Piece, _Choice
 from models.serve.metrics import Metrics, Watch
@@ -63,10 +63,10 @@ def test_a_prompt_and_its_text_with_how_likely_they_are(client):
     told = choice.logprobs
     tokens = [*as_tokens("def f("), *continued("def f(", 5)]
     own, every = logprobs(tokens)
-    assert told.tokens == [Bytes().decode([token]) for token in tokens] and told.text_offset == list(
+    assert told.tokens == [ByteTokenizer().decode([token]) for token in tokens] and told.text_offset == list(
         range(11)
     )
-    assert choice.text == Bytes().decode(tokens)
+    assert choice.text == ByteTokenizer().decode(tokens)
     assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
     np.testing.assert_allclose(told.token_logprobs[1:], own, atol=2e-4)
     for place, best in enumerate(told.top_logprobs[1:]):
@@ -92,8 +92,8 @@ def test_how_likely_the_tokens_of_a_text_are(client, stream):
     found = [logprob for choice in choices for logprob in choice.logprobs.token_logprobs]
     offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
     made = continued("for", 7)
-    assert tokens == [Bytes().decode([token]) for token in made]
-    assert Bytes().decode(made) == "".join(choice.text for choice in choices)
+    assert tokens == [ByteTokenizer().decode([token]) for token in made]
+    assert ByteTokenizer().decode(made) == "".join(choice.text for choice in choices)
     assert offsets == list(range(len(made)))
     own, _ = logprobs([*as_tokens("for"), *made])
     np.testing.assert_allclose(found, own[2:], atol=2e-4)
@@ -106,13 +106,13 @@ def test_words_that_stop_a_text_end_its_logprobs(client):
         model="tiny", prompt="for", max_tokens=9, temperature=0, stop=[word], logprobs=0
     )
     until = made.index(ord(word)) + 1
-    assert answer.choices[0].logprobs.tokens == [Bytes().decode([token]) for token in made[:until]]
+    assert answer.choices[0].logprobs.tokens == [ByteTokenizer().decode([token]) for token in made[:until]]
     assert answer.choices[0].finish_reason == "stop" and word not in answer.choices[0].text
 
 
 def test_tokens_behind_a_word_that_stops_are_nobodys():
     """Several may come at once, those of the prompt's scores ahead of them."""
-    choice = _Choice(Bytes().decode, ["b"], "echo", Watch(Metrics(int)))
+    choice = _Choice(ByteTokenizer().decode, ["b"], "echo", Watch(Metrics(int)))
     scores = [Score(ord(letter), -1.0, ()) for letter in "xyabc"]
     text = choice.take([ord("a"), ord("b"), ord("c")], scores)
     assert (text, choice.stopped, choice.num_tokens) == ("a", True, 2)
@@ -165,7 +165,7 @@ def test_a_chat_ends_where_the_room_does_and_tells_how_likely_its_tokens_are(cli
     ] * number
     assert all(bytes(one.bytes).decode(errors="replace") == one.token for one in told)
     assert b"".join(bytes(one.bytes) for one in told).decode(errors="replace") == text
-    assert [one.token for one in told] == [Bytes().decode([t]) for t in continued(written, number)]
+    assert [one.token for one in told] == [ByteTokenizer().decode([t]) for t in continued(written, number)]
 
 
 @pytest.mark.parametrize(

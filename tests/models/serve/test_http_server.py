@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from models.decode import Engine, Limits, SamplingParams, decoder
-from models.decode.text import Bytes
+from models.decode.text import ByteTokenizer
 from models.serve import HttpLimits, bind
 from models.serve.app import _Answer
 from models.serve.job import Until
@@ -44,7 +44,7 @@ def all_generated(asked):
         prompt, params = one["prompt"], {name: one[name] for name in one if name != "prompt"}
         tokens = as_tokens(prompt) if isinstance(prompt, str) else np.asarray(prompt)
         alone().add(tokens, SamplingParams(stop=(STOP,), **params))
-    return [(Bytes().decode(one.tokens), one.finish_reason, len(one.tokens)) for one in alone().run()]
+    return [(ByteTokenizer().decode(one.tokens), one.finish_reason, len(one.tokens)) for one in alone().run()]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_64_clients_at_once_some_of_whom_leave_get_what_the_engine_alone_gives(s
 
     found = asyncio.run(everyone())
     idle(runner)
-    assert len(made._seats.blocks) == LIMITS.total_blocks
+    assert len(made._scheduler.blocks) == LIMITS.total_blocks
     wanted = [one[:2] for one in all_generated(asked)]
     stayed = [n for n in range(64) if found[n] is not None]
     assert len(stayed) == 48 and {reason for _, reason in wanted} >= {"length"}
@@ -177,7 +177,7 @@ def test_a_text_ends_before_the_first_of_the_words_that_stop_it(server, client):
         assert "".join(event.choices[0].text for event in events) == wanted
         assert events[-1].choices[0].finish_reason == "stop"
     idle(server[1])
-    assert len(server[2]._seats.blocks) == LIMITS.total_blocks
+    assert len(server[2]._scheduler.blocks) == LIMITS.total_blocks
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import tokenizers
 
 import models
 from models.decode import SamplingParams
-from models.decode.text import Bytes
+from models.decode.text import ByteTokenizer
 from models.weights.__main__ import main as convert
 from tests.models.decode.small_models import random_params, small, whole
 from tests.train.state.test_state import by_name
@@ -64,8 +64,8 @@ def greedy(prompt, number, config=CONFIG):
         logits = np.asarray(whole(config, random_params(config), padded))[0, len(text) - 1]
         text.append(int(np.argmax(logits)))
         if text[-1] == BYTES.separator:
-            return Bytes().decode(text[begun:-1])
-    return Bytes().decode(text[begun:])
+            return ByteTokenizer().decode(text[begun:-1])
+    return ByteTokenizer().decode(text[begun:])
 
 
 @pytest.mark.slow
@@ -277,13 +277,13 @@ def test_a_line_that_will_not_do_harms_no_other(tmp_path, capsys):
     ],
 )
 def test_numbers_of_a_line_are_taken_as_they_are_or_refused(given, message):
-    asked = _read(f'{{"prompt": "x", {given}}}', SimpleNamespace(text=Bytes(), stop=()), Options())
+    asked = _read(f'{{"prompt": "x", {given}}}', SimpleNamespace(text=ByteTokenizer(), stop=()), Options())
     assert (asked.request, asked.answer) == (None, {"error": message})
 
 
 def test_whole_numbers_are_temperatures():
     line = '{"prompt": "x", "temperature": 1, "top_p": 1, "seed": 7, "max_tokens": 2}'
-    asked = _read(line, SimpleNamespace(text=Bytes(), stop=()), Options())
+    asked = _read(line, SimpleNamespace(text=ByteTokenizer(), stop=()), Options())
     assert asked.request[1] == SamplingParams(2, 1.0, 1.0, 7)
 
 
@@ -336,6 +336,6 @@ def test_a_batch_from_published_weights_is_what_transformers_generates(tmp_path,
     def wanted(prompt):
         tokens = torch.tensor([list(prompt.encode())])
         with torch.no_grad():
-            return Bytes().decode(oracle.generate(tokens, **asked)[0, tokens.shape[1] :].tolist())
+            return ByteTokenizer().decode(oracle.generate(tokens, **asked)[0, tokens.shape[1] :].tolist())
 
     check_batch(model, wanted, tmp_path, capsys)

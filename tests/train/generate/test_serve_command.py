@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 import models
-from models.decode.text import Bytes
+from models.decode.text import ByteTokenizer
 from models.serve import bind
 from tests.models.decode.small_models import random_params, small
 from tests.train.generate.test_generate import greedy
@@ -78,7 +78,7 @@ def test_it_serves_a_folder_until_it_is_told_to_stop(folder, capsys, number, cod
     assert (", 4 devices" in err) == bool(more)
     assert out == "" and "warning" not in err
     text = "".join(json.loads(line[6:])["choices"][0]["text"] for line in answers[:-2:2])
-    assert text == greedy("def f(", 20, CONFIG) and len(Bytes().encode(text)) >= 20
+    assert text == greedy("def f(", 20, CONFIG) and len(ByteTokenizer().encode(text)) >= 20
 
 
 def test_only_this_machine_reaches_it_unless_told_otherwise(capsys, monkeypatch):

@@ -37,25 +37,25 @@ class Request:
     @property
     def decodes(self) -> bool:
         """Whether the next step is to give it a token, as far as the host knows."""
-        return self.num_cached >= len(self.prompt) and self.num_to_come < self.params.max_tokens
+        return self.num_cached >= len(self.prompt) and self.num_expected < self.params.max_tokens
 
     @property
-    def num_to_come(self) -> int:
+    def num_expected(self) -> int:
         """The number of tokens it has once the results of all started steps are read; with drafts, at least that."""
         return len(self.tokens) + self.num_unread
 
     @property
-    def room(self) -> int:
+    def max_positions(self) -> int:
         """The largest number of positions that it takes; one less than its tokens, because the last is never fed."""
         return len(self.prompt) + self.params.max_tokens - 1
 
 
-Fill = Callable[[Sequence[int], int, Sequence[bytes]], int]
+FillBlocks = Callable[[Sequence[int], int, Sequence[bytes]], int]
 """A function that fills blocks: given a request's blocks, the number of them at the front that are filled, and
 their keys, it returns how many at the front are then filled."""
 
 
-class Seats:
+class Scheduler:
     """The slots of all devices, their blocks, and the queue of requests that wait for a slot.
 
     Args:
@@ -72,25 +72,25 @@ class Seats:
         self._limits, self._size, self._ahead = limits, limits.max_requests // num_devices, ahead
         self._num_devices, self._num_halves = num_devices, num_halves
 
-    def admit(self, fill: Fill) -> None:
+    def admit(self, fill_blocks: FillBlocks) -> None:
         """Give waiting requests slots, first come, first served: a small one does not overtake one that lacks room."""
         while self.waiting and None in self.slots:
             request = self.waiting[0]
             # The prompt's last token is always fed, because its logits are needed.
             # Latents alone do not give the scores of the prompt's tokens, so a scored prompt reuses none.
             keys = [] if request.params.score_prompt else self.keys(request, len(request.prompt) - 1)
-            need = -(-request.room // self._limits.block_size)
-            for device in self._best_first(keys):
-                if taken := self.blocks.take(need, keys, device):
+            need = -(-request.max_positions // self._limits.block_size)
+            for device in self._preferred_devices(keys):
+                if reserved := self.blocks.take(need, keys, device):
                     break
             else:
                 return
-            request.blocks, filled = taken[0], fill(*taken, keys)
+            request.blocks, filled = reserved[0], fill_blocks(*reserved, keys)
             request.num_cached = request.num_reused = filled * self._limits.block_size
             self.waiting.popleft()
-            self.slots[self._seat(device)] = request
+            self.slots[self._free_slot(device)] = request
 
-    def _best_first(self, keys: Sequence[bytes]) -> list[int]:
+    def _preferred_devices(self, keys: Sequence[bytes]) -> list[int]:
         """Devices with a free slot, sorted by how much of a prompt's beginning they hold, then by their free blocks."""
         free = [device for device in range(self._num_devices) if None in self.slots_of(device)]
         return sorted(free, key=lambda d: (-self.blocks.num_known(keys, d), -self.blocks.num_free(d)))
@@ -99,7 +99,7 @@ class Seats:
         size = self._size
         return self.slots[device * size : (device + 1) * size]
 
-    def _seat(self, device: int) -> int:
+    def _free_slot(self, device: int) -> int:
         """A free slot of a device, in the half that has fewer requests."""
         slots, size = self.slots_of(device), self._size // self._num_halves
         busy = [sum(map(bool, slots[k * size : (k + 1) * size])) for k in range(self._num_halves)]
@@ -112,7 +112,7 @@ class Seats:
         keys = keys_of(text, self._limits.block_size, ahead=self._ahead)
         return keys[: num_fed // self._limits.block_size]
 
-    def leave(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
         """Free a request's slot and blocks, or remove it from the queue."""
         if request in self.waiting:
             self.waiting.remove(request)

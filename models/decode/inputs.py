@@ -10,9 +10,9 @@ from jax import Array
 from dualpipe_jax.functional import Tree
 from models.decode.halves import Piece
 from models.decode.requests import SamplingParams
-from models.decode.running import NUM_STOPS, Begun, no_stops
+from models.decode.running import NUM_STOPS, FinishedPrompts, no_stops
 from models.decode.sampling import Sampling
-from models.decode.seats import Request, Seats
+from models.decode.scheduler import Request, Scheduler
 
 
 class Chunks(NamedTuple):
@@ -23,7 +23,7 @@ class Chunks(NamedTuple):
       tokens: int32 [B, S], zeros beyond a row's length.
       starts: int32 [B], the position of a row's first token.
       lengths: int32 [B], how many tokens a row has.
-      follow: int32 [B], the prompt's token after the piece; -1 where the prompt ends with the piece.
+      next_tokens: int32 [B], the prompt's token after the piece; -1 where the prompt ends with the piece.
       ends: for each row whether its prompt ends with it.
     """
 
@@ -31,7 +31,7 @@ class Chunks(NamedTuple):
     tokens: np.ndarray
     starts: np.ndarray
     lengths: np.ndarray
-    follow: np.ndarray
+    next_tokens: np.ndarray
     ends: list[bool]
 
     @classmethod
@@ -39,34 +39,37 @@ class Chunks(NamedTuple):
         """Make rows of pieces, each ``size`` tokens wide; None makes an empty row."""
         tokens = np.zeros((len(pieces), size), np.int32)
         starts, lengths = np.zeros((2, len(pieces)), np.int32)
-        follow = np.full(len(pieces), -1, np.int32)
+        next_tokens = np.full(len(pieces), -1, np.int32)
         ends = [False] * len(pieces)
-        for row, taken in enumerate(pieces):
-            if taken is not None:
-                request, (_, start, length) = taken
+        for row, piece in enumerate(pieces):
+            if piece is not None:
+                request, (_, start, length) = piece
                 end = start + length
                 tokens[row, :length] = request.prompt[start:end]
                 starts[row], lengths[row], ends[row] = start, length, end == len(request.prompt)
                 if not ends[row]:
-                    follow[row] = request.prompt[end]
-        return cls([taken and taken[0] for taken in pieces], tokens, starts, lengths, follow, ends)
+                    next_tokens[row] = request.prompt[end]
+        return cls([piece and piece[0] for piece in pieces], tokens, starts, lengths, next_tokens, ends)
 
     @property
     def are_scored(self) -> bool:
         """Whether any request needs scores from these rows."""
         return any(is_scored(r, ends=ends) for r, ends in zip(self.requests, self.ends, strict=True))
 
-    def begun(self, seats: Seats, size: int) -> Begun:
+    def finished_prompts(self, scheduler: Scheduler, size: int) -> FinishedPrompts:
         """The slots of the requests whose prompts end here; a device has ``size`` slots."""
-        slots, rooms = np.full(len(self.requests), -1, np.int32), np.zeros(len(self.requests), np.int32)
+        slots, max_positions = (
+            np.full(len(self.requests), -1, np.int32),
+            np.zeros(len(self.requests), np.int32),
+        )
         stops = no_stops(len(self.requests))
         for row, request in enumerate(self.requests):
             if request is not None and self.ends[row]:
-                slots[row] = seats.slots.index(request) % size
-                rooms[row] = request.room
+                slots[row] = scheduler.slots.index(request) % size
+                max_positions[row] = request.max_positions
                 known = request.params.stop[:NUM_STOPS]
                 stops[row, : len(known)] = known
-        return Begun(slots, rooms, stops)
+        return FinishedPrompts(slots, max_positions, stops)
 
 
 def is_scored(request: Request | None, *, ends: bool = True) -> bool:
@@ -88,19 +91,19 @@ def sampling(requests: Sequence[Request | None], draws: bool) -> Sampling | None
     )
 
 
-class Sent:
+class DeviceInputs:
     """The inputs of a step on the devices; they often stay the same for many steps, and are sent only when changed."""
 
     def __init__(self, sharding: Any):
         self._sharding = sharding
-        self._given: Tree = None
-        self._there: Tree = None
+        self._on_host: Tree = None
+        self._on_device: Tree = None
 
-    def __call__(self, given: Tree) -> Tree:
-        new, old = jax.tree.leaves(given), jax.tree.leaves(self._given)
+    def __call__(self, inputs: Tree) -> Tree:
+        new, old = jax.tree.leaves(inputs), jax.tree.leaves(self._on_host)
         if len(new) != len(old) or not all(map(np.array_equal, new, old)):
-            self._given, self._there = given, jax.tree.map(self._send, given)
-        return self._there
+            self._on_host, self._on_device = inputs, jax.tree.map(self._send, inputs)
+        return self._on_device
 
     def _send(self, leaf: np.ndarray) -> Array:
         return jax.make_array_from_callback(leaf.shape, self._sharding, leaf.__getitem__)

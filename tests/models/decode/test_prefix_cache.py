@@ -12,7 +12,7 @@ import pytest
 
 from models.decode import Engine, Limits, PrefixFolder, SamplingParams, decoder
 from models.decode.blocks import keys_of
-from models.decode.kept import FORMAT, KeptBlocks, identity
+from models.decode.prefix_cache import FORMAT, DiskBlocks, model_digest
 from tests.models.decode.small_models import random_params, small
 
 CONFIG = small(num_groups=1, num_mtp_layers=1)
@@ -30,8 +30,8 @@ def engine(folder=None, seed=0, **how):
 def answer(serving, prompt=PROMPT):
     serving.add(prompt, SamplingParams(max_tokens=NUM))
     (one,) = serving.run()
-    if serving._kept:
-        serving._kept.flush()
+    if serving._disk_blocks:
+        serving._disk_blocks.flush()
     return one.tokens, one.num_reused
 
 
@@ -67,7 +67,7 @@ def test_another_engine_reuses_what_is_kept_and_answers_alike(folder, warnings):
     serving = engine(folder)
     serving.add(more, SamplingParams(max_tokens=2))
     assert serving.run()[0].num_reused == 16
-    assert len(serving._seats.blocks) == LIMITS.num_blocks and not warnings
+    assert len(serving._scheduler.blocks) == LIMITS.num_blocks and not warnings
 
 
 def test_with_drafts_the_modules_latents_are_kept_too(folder):
@@ -82,9 +82,9 @@ def test_other_weights_numbers_or_types_are_other_files(folder, warnings):
     assert len(list(folder.path.iterdir())) == 2 and not warnings
     params = random_params(CONFIG)
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
-    different = [identity(CONFIG, params), identity(CONFIG, params, True), identity(CONFIG, wide)]
-    different += [identity(dataclasses.replace(CONFIG, norm_eps=1e-5), params)]
-    assert len(set(different)) == 4 and different[0] == identity(CONFIG, random_params(CONFIG))
+    different = [model_digest(CONFIG, params), model_digest(CONFIG, params, True), model_digest(CONFIG, wide)]
+    different += [model_digest(dataclasses.replace(CONFIG, norm_eps=1e-5), params)]
+    assert len(set(different)) == 4 and different[0] == model_digest(CONFIG, random_params(CONFIG))
 
 
 def flip(file):
@@ -116,7 +116,7 @@ def a_folder(file):
     ids=["cut", "flipped", "empty", "text", "another", "folder"],
 )  # fmt: skip
 def test_a_file_that_will_not_do_is_never_used_and_written_anew(folder, warnings, spoil, message):
-    kept = kept_blocks(folder)
+    kept = disk_blocks(folder)
     blocks = np.random.default_rng(1).normal(size=(3, *SHAPE)).astype(np.float32)
     for key, block in zip(KEYS, blocks, strict=False):
         kept.write(key, jnp.asarray(block))
@@ -124,7 +124,7 @@ def test_a_file_that_will_not_do_is_never_used_and_written_anew(folder, warnings
     file = folder.path / "model" / f"{KEYS[1].hex()}.safetensors"
     spoil(file)
     assert kept.read(KEYS[1]) is None and warnings[0].startswith(str(file)) and message in warnings[0]
-    assert kept.wants(KEYS[1]) and not kept.wants(KEYS[0])
+    assert kept.should_write(KEYS[1]) and not kept.should_write(KEYS[0])
     for n in (0, 2):
         np.testing.assert_array_equal(kept.read(KEYS[n]), blocks[n])
     kept.write(KEYS[1], jnp.asarray(blocks[1]))
@@ -145,8 +145,8 @@ def test_an_engine_computes_what_a_damaged_file_does_not_give(folder, warnings):
     assert answer(engine(folder)) == (wanted(), 12) and len(warnings) == 1
 
 
-def kept_blocks(folder, model="model", shape=SHAPE, dtype=np.float32):
-    return KeptBlocks(folder, model, shape, dtype)
+def disk_blocks(folder, model="model", shape=SHAPE, dtype=np.float32):
+    return DiskBlocks(folder, model, shape, dtype)
 
 
 @pytest.mark.parametrize(
@@ -158,15 +158,15 @@ def kept_blocks(folder, model="model", shape=SHAPE, dtype=np.float32):
     ],
 )
 def test_a_file_of_the_same_name_for_another_shape_or_type(folder, warnings, how, names):
-    first = kept_blocks(folder)
+    first = disk_blocks(folder)
     first.write(KEYS[0], jnp.ones(SHAPE))
     first.flush()
-    assert kept_blocks(folder, **how).read(KEYS[0]) is None
+    assert disk_blocks(folder, **how).read(KEYS[0]) is None
     assert f"is left aside: its {names} is another's" in warnings[0]
 
 
 def test_bfloat16_comes_back_bit_for_bit(folder):
-    kept = kept_blocks(folder, dtype=jnp.bfloat16)
+    kept = disk_blocks(folder, dtype=jnp.bfloat16)
     block = jnp.asarray(np.random.default_rng(0).normal(size=SHAPE), jnp.bfloat16).at[0, 0, 0].set(-0.0)
     kept.write(KEYS[0], block)
     kept.flush()
@@ -187,7 +187,7 @@ def test_a_folder_stays_within_its_bytes_and_loses_what_nobody_used_for_longest(
     for part in parts:
         part.write_bytes(bytes(10))
     os.utime(parts[0], (1, 1))
-    kept = kept_blocks(folder, model)
+    kept = disk_blocks(folder, model)
     for n, key in enumerate(KEYS):
         kept.write(key, jnp.full(SHAPE, n, jnp.float32))
         kept.flush()
@@ -211,9 +211,9 @@ def test_limits_of_a_folder(tmp_path):
     with pytest.raises(ValueError, match="PrefixFolder: max_bytes is 0, must be at least 1"):
         PrefixFolder(tmp_path, 0)
     with pytest.raises(ValueError, match="max_bytes is 1000, and a block alone takes 96; give room for 16"):
-        kept_blocks(PrefixFolder(tmp_path, 1000))
+        disk_blocks(PrefixFolder(tmp_path, 1000))
     with pytest.warns(UserWarning, match="is left aside"):
         file = tmp_path / "model" / f"{KEYS[0].hex()}.safetensors"
         file.parent.mkdir()
         file.write_text(FORMAT)
-        kept_blocks(PrefixFolder(tmp_path)).read(KEYS[0])
+        disk_blocks(PrefixFolder(tmp_path)).read(KEYS[0])

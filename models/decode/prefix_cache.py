@@ -29,10 +29,10 @@ from models.config import Config
 from models.lazy import on_host
 
 FORMAT = "latents of a block, 1"
-OURS = re.compile(r"[0-9a-f]{32}/[0-9a-f]{64}\.safetensors(\.[0-9a-f]{32}\.part)?")
+DELETABLE = re.compile(r"[0-9a-f]{32}/[0-9a-f]{64}\.safetensors(\.[0-9a-f]{32}\.part)?")
 """The names of files that may be deleted to make room."""
 
-ABANDONED = 3600.0
+ABANDONED_SECONDS = 3600.0
 """The seconds after which an unfinished file counts as abandoned, and may be deleted."""
 
 
@@ -67,20 +67,20 @@ class PrefixFolder:
             )
 
 
-def identity(config: Config, weights: Tree, *about: object) -> str:
+def model_digest(config: Config, weights: Tree, *inputs: object) -> str:
     """Return a digest of all that latents depend on besides the tokens: config, weights, and the further arguments.
 
     The weights' leaves are copied to the host one by one.
     """
-    digest = hashlib.sha256(repr((FORMAT, config, about)).encode())
+    digest = hashlib.sha256(repr((FORMAT, config, inputs)).encode())
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}".encode())
         digest.update(np.ascontiguousarray(on_host(leaf)).view(np.uint8).data)
     return digest.hexdigest()[:32]
 
 
-class KeptBlocks:
-    """The blocks of one model (see ``identity``) in a folder. Reads are synchronous; a thread of its own writes.
+class DiskBlocks:
+    """The blocks of one model (see ``model_digest``) in a folder. Reads are synchronous; a thread of its own writes.
 
     Raises ValueError if the folder has no room for 16 blocks of latents of this shape and dtype.
     """
@@ -92,19 +92,19 @@ class KeptBlocks:
         folder.check_room(shape, dtype)
         self._folder, self._model, self._shape, self._dtype = folder, model, shape, np.dtype(dtype)
         self._pending: set[bytes] = set()
-        self._bad: set[bytes] = set()  # keys of unusable files, to be written again
+        self._unusable: set[bytes] = set()  # keys of unusable files, to be written again
         self._lock = threading.Lock()
         self._writer = ThreadPoolExecutor(1, "kept blocks")
         # Bytes written since the folder was last scanned; so many at the start that the first write scans it.
-        self._num_new = folder.max_bytes
-        self._told = False
+        self._num_unscanned_bytes = folder.max_bytes
+        self._has_warned = False
 
-    def wants(self, key: bytes) -> bool:
+    def should_write(self, key: bytes) -> bool:
         """Whether to write a block: it is not kept yet, and not too many are waiting."""
         with self._lock:
             if key in self._pending or len(self._pending) >= self.MAX_PENDING:
                 return False
-            return key in self._bad or not self._file(key).exists()
+            return key in self._unusable or not self._file(key).exists()
 
     def write(self, key: bytes, block: Array) -> None:
         with self._lock:
@@ -120,33 +120,33 @@ class KeptBlocks:
         file = self._file(key)
         try:
             with safe_open(file, "numpy") as opened:
-                about, data = opened.metadata(), opened.get_tensor("latents")
-            wrong = self._what_is_wrong(key, about or {}, data)
+                metadata, data = opened.metadata(), opened.get_tensor("latents")
+            problem = self._find_error(key, metadata or {}, data)
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError) as error:
-            wrong = str(error)
-        if wrong:
-            self._folder.warn(f"{file} is left aside: {wrong}")
+            problem = str(error)
+        if problem:
+            self._folder.warn(f"{file} is left aside: {problem}")
             with self._lock:
-                self._bad.add(key)
+                self._unusable.add(key)
             return None
         with contextlib.suppress(OSError):  # the file was deleted meanwhile, or the folder is read-only
             os.utime(file)
         return data.view(self._dtype).reshape(self._shape)
 
-    def _what_is_wrong(self, key: bytes, about: dict[str, str], data: np.ndarray) -> str | None:
-        wanted = self._about(key)
-        differing = [name for name in wanted if about.get(name) != wanted[name]]
+    def _find_error(self, key: bytes, metadata: dict[str, str], data: np.ndarray) -> str | None:
+        expected = self._metadata(key)
+        differing = [name for name in expected if metadata.get(name) != expected[name]]
         if differing:
             return f"its {', '.join(differing)} is another's; was it renamed?"
         if data.dtype != np.uint8 or data.nbytes != np.prod(self._shape) * self._dtype.itemsize:
             return f"it holds {data.shape} of {data.dtype}, not {self._shape} of {self._dtype}"
-        if about.get("sha256") != hashlib.sha256(data.data).hexdigest():
+        if metadata.get("sha256") != hashlib.sha256(data.data).hexdigest():
             return "it is damaged: its checksum is another"
         return None
 
-    def _about(self, key: bytes) -> dict[str, str]:
+    def _metadata(self, key: bytes) -> dict[str, str]:
         return {
             "format": FORMAT,
             "model": self._model,
@@ -165,41 +165,41 @@ class KeptBlocks:
         part = file.with_name(f"{file.name}.{uuid.uuid4().hex}.part")
         try:
             data = np.ascontiguousarray(np.asarray(block)).reshape(-1).view(np.uint8)
-            about = self._about(key) | {"sha256": hashlib.sha256(data.data).hexdigest()}
-            content = save({"latents": data}, about)
-            self._make_room(len(content))
+            metadata = self._metadata(key) | {"sha256": hashlib.sha256(data.data).hexdigest()}
+            content = save({"latents": data}, metadata)
+            self._delete_oldest(len(content))
             file.parent.mkdir(parents=True, exist_ok=True)
             part.write_bytes(content)
             part.replace(file)
         except OSError as error:
-            if not self._told:
+            if not self._has_warned:
                 self._folder.warn(f"{self._folder.path}: blocks are not kept: {error}")
-            self._told = True
+            self._has_warned = True
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
         finally:
             with self._lock:
                 self._pending.discard(key)
-                self._bad.discard(key)
+                self._unusable.discard(key)
 
-    def _make_room(self, size: int) -> None:
-        self._num_new += size
-        if self._num_new <= self._folder.max_bytes // 16:
+    def _delete_oldest(self, size: int) -> None:
+        self._num_unscanned_bytes += size
+        if self._num_unscanned_bytes <= self._folder.max_bytes // 16:
             return
-        self._num_new = size
+        self._num_unscanned_bytes = size
         files = []
         for path in self._folder.path.glob("*/*"):
-            if not OURS.fullmatch("/".join(path.parts[-2:])):
+            if not DELETABLE.fullmatch("/".join(path.parts[-2:])):
                 continue
             with contextlib.suppress(FileNotFoundError):  # others make room too
-                about = path.stat()
+                status = path.stat()
                 if path.suffix != ".part":
-                    files.append((about.st_mtime, about.st_size, path))
-                elif about.st_mtime + ABANDONED < time.time():
+                    files.append((status.st_mtime, status.st_size, path))
+                elif status.st_mtime + ABANDONED_SECONDS < time.time():
                     path.unlink()
-        total = size + sum(taken for _, taken, _ in files)
-        for _, taken, path in sorted(files):
+        total = size + sum(num_bytes for _, num_bytes, _ in files)
+        for _, num_bytes, path in sorted(files):
             if total <= self._folder.max_bytes // 16 * 15:
                 return
             path.unlink(missing_ok=True)
-            total -= taken
+            total -= num_bytes
