@@ -13,7 +13,7 @@ import yaml
 from dualpipe_jax.command.line import read
 from models.decode.text import ByteTokenizer
 from models.serve import Runner, Served, make_app
-from models.serve.app import SLOW_READER
+from models.serve.app import SLOW_READER_SECONDS
 from tests.models.serve.running import Slow
 from train.generate.serve import Options
 
@@ -43,7 +43,7 @@ def test_what_the_balancer_asks_is_there_and_it_notices_an_end_in_time():
     options = asked(replica["command"])
     assert noticed < options.shutdown_delay
     assert one_number(r"maxconn (\d+)") < options.address_connections <= 256
-    assert one_number(r"timeout server (\d+)s") > options.max_seconds + SLOW_READER
+    assert one_number(r"timeout server (\d+)s") > options.max_seconds + SLOW_READER_SECONDS
 
 
 @pytest.mark.skipif(HAPROXY is None, reason="there is no haproxy")
@@ -64,7 +64,7 @@ def test_the_compose_file():
     assert path == "/health"
     compile(one["healthcheck"]["test"][-1], "healthcheck", "exec")
     assert int(one["stop_grace_period"].removesuffix("s")) > (
-        options.shutdown_delay + options.grace + SLOW_READER
+        options.shutdown_delay + options.grace + SLOW_READER_SECONDS
     )
     environment = balancer["environment"]
     assert set(re.findall(r'"\$\{(\w+)\}"', CONFIGURATION)) == environment.keys()
@@ -94,7 +94,9 @@ def test_the_manifest():
     assert {probe["port"] for probe in probes.values()} == {port["name"]}
     readiness = container["readinessProbe"]
     assert readiness["periodSeconds"] * (readiness["failureThreshold"] + 1) < options.shutdown_delay
-    assert spec["terminationGracePeriodSeconds"] > options.shutdown_delay + options.grace + SLOW_READER
+    assert (
+        spec["terminationGracePeriodSeconds"] > options.shutdown_delay + options.grace + SLOW_READER_SECONDS
+    )
     assert {mount["mountPath"] for mount in container["volumeMounts"]} == {
         str(options.source),
         str(options.prefix_cache),

@@ -58,7 +58,7 @@ class Decoder:
       dispatch: how tokens travel to experts.
       platform: the platform that the model is built for, "cpu", "gpu" or "tpu".
       prepare: ``prepare(params) -> weights``, from the params of a one-stage pipeline; matrices in the
-        compute dtype, the router's in float32, and ``kv_b_proj`` as ``Weights`` of
+        compute dtype, the router's in float32, and ``kv_b_proj`` as ``HeadWeights`` of
         ``models.decode.attention``. From lazy params (``models.lazy``) it makes lazy weights.
       forward: ``forward(weights, cache, rows, before=None) -> (x [B, S, D], LayerOutputs)``, where x is the output of
         the last layer. It only reads the cache; ``write`` adds to it.

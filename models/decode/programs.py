@@ -35,8 +35,8 @@ class Programs(NamedTuple):
     """The programs that an engine runs; the first three reuse the cache's memory for the cache that they return.
 
     Attributes:
-      prefill: ``(weights, cache, (rows, follow, sampling, running, begun)) -> ((Prefilled, Running), counts, cache)``;
-        counts are int32 [devices, layers with experts, E], see ``LayerOutputs``.
+      prefill: ``(weights, cache, (rows, next_tokens, sampling, running, finished)) -> ((Prefilled, Running),
+        counts, cache)``; counts are int32 [devices, layers with experts, E], see ``LayerOutputs``.
       prefill_fresh: ``prefill`` for rows that all start at 0, in halves too: nothing is read from the cache,
         and attention is the layer's own, on a GPU a kernel. It is compiled when it is first called.
       decode: ``(weights, cache, (wanted, tables, sampling, running)) -> ((Decoded, Running), counts,

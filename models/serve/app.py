@@ -21,15 +21,15 @@ from starlette.types import Receive, Scope, Send
 from models.decode import RequestError, SamplingParams
 from models.decode.text import TokenizerLike
 from models.serve.errors import Refused
+from models.serve.formats import AnswerFormat, ChatFormat, CompletionFormat
 from models.serve.gate import Gate
-from models.serve.job import Job, Wanted, too_late
+from models.serve.job import ChoiceRequest, Job, timeout_error
 from models.serve.limits import HttpLimits
-from models.serve.metrics import Counted, Metrics
-from models.serve.protocol import ChatAsked, CompletionAsked, Prompt, parse
+from models.serve.metrics import CountingMiddleware, Metrics
+from models.serve.protocol import ChatRequest, CompletionRequest, Prompt, parse
 from models.serve.runner import Runner
-from models.serve.shapes import Chats, Completions, Shape
 
-SLOW_READER = 5.0
+SLOW_READER_SECONDS = 5.0
 """The seconds beyond the limit for the answer itself after which a stream that its client does not read is
 given up."""
 
@@ -66,27 +66,27 @@ def make_app(
     metrics = Metrics(runner)
 
     @contextlib.asynccontextmanager
-    async def life(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
         runner.start()
         yield
         await runner.close()
 
-    about = {"id": served.name, "object": "model", "created": int(time.time()), "owned_by": "you"}
+    model_card = {"id": served.name, "object": "model", "created": int(time.time()), "owned_by": "you"}
 
     async def health(request: Request) -> Response:
-        runner.ready()
+        runner.check_ready()
         return JSONResponse({"status": "ok", "open": runner.num_open})
 
     async def live(request: Request) -> Response:
-        runner.alive(limits.answer_seconds)
+        runner.check_alive(limits.answer_seconds)
         return JSONResponse({"status": "ok"})
 
     async def models(request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [about]})
+        return JSONResponse({"object": "list", "data": [model_card]})
 
     async def model(request: Request) -> Response:
         _check_name(request.path_params["name"], served)
-        return JSONResponse(about)
+        return JSONResponse(model_card)
 
     async def completions(request: Request) -> "_Answer":
         return await answer(request, _completions)
@@ -101,11 +101,16 @@ def make_app(
         # Another thread makes the tokens, because a long text or a chat template may take long.
         try:
             async with asyncio.timeout(seconds):
-                asked, wanted, shape = await asyncio.to_thread(prepare, body, runner, served, limits)
+                parsed, choices, answer_format = await asyncio.to_thread(
+                    prepare, body, runner, served, limits
+                )
         except TimeoutError:
-            raise too_late(seconds) from None
+            raise timeout_error(seconds) from None
         return _Answer(
-            Job(runner, wanted, served.text.decode, asked.stop, seconds, metrics), asked, shape, limits
+            Job(runner, choices, served.text.decode, parsed.stop, seconds, metrics),
+            parsed,
+            answer_format,
+            limits,
         )
 
     routes = [
@@ -118,42 +123,44 @@ def make_app(
         Route("/v1/chat/completions", chat, methods=["POST"]),
     ]
     handlers: dict[Any, Callable[..., Any]] = {
-        Refused: _refusal,
-        HTTPException: _no_such_route,
+        Refused: _error_response,
+        HTTPException: _http_error,
         ClientDisconnect: lambda request, error: Response(
             status_code=499
         ),  # the client does not read it any more
-        Exception: _our_fault,
+        Exception: _internal_error,
     }
     gates = [
-        Middleware(Counted, metrics=metrics, routes=[route.path for route in routes]),
+        Middleware(CountingMiddleware, metrics=metrics, routes=[route.path for route in routes]),
         Middleware(Gate, hosts=hosts, keys=keys),
     ]
-    return Starlette(routes=routes, middleware=gates, lifespan=life, exception_handlers=handlers)
+    return Starlette(routes=routes, middleware=gates, lifespan=lifespan, exception_handlers=handlers)
 
 
-Prepared = tuple[CompletionAsked | ChatAsked, list[Wanted], Shape]
+Prepared = tuple[CompletionRequest | ChatRequest, list[ChoiceRequest], AnswerFormat]
 Prepare = Callable[[bytes, Runner, Served, HttpLimits], Prepared]
 
 
 def _completions(body: bytes, runner: Runner, served: Served, limits: HttpLimits) -> Prepared:
-    asked = parse(body, CompletionAsked)
-    _check_name(asked.model, served)
-    prompts = [_tokens(prompt, served.text) for prompt in asked.prompt]
-    scored = asked.echo and asked.logprobs is not None
-    wanted = _wanted(asked, prompts, asked.max_tokens, runner, served, limits, score_prompt=scored)
-    if asked.echo:
+    parsed = parse(body, CompletionRequest)
+    _check_name(parsed.model, served)
+    prompts = [_tokens(prompt, served.text) for prompt in parsed.prompt]
+    scored = parsed.echo and parsed.logprobs is not None
+    choices = _choice_requests(
+        parsed, prompts, parsed.max_tokens, runner, served, limits, score_prompt=scored
+    )
+    if parsed.echo:
         echoes = [
-            prompt if isinstance(prompt, str) else served.text.decode(prompt) for prompt in asked.prompt
+            prompt if isinstance(prompt, str) else served.text.decode(prompt) for prompt in parsed.prompt
         ]
-        wanted = [one._replace(echo=echoes[number // asked.n]) for number, one in enumerate(wanted)]
-    first = [int(one.prompt[0]) if scored else None for one in wanted]
-    return asked, wanted, Completions(served.name, served.text, asked.likeliest, first)
+        choices = [one._replace(echo=echoes[number // parsed.n]) for number, one in enumerate(choices)]
+    first = [int(one.prompt[0]) if scored else None for one in choices]
+    return parsed, choices, CompletionFormat(served.name, served.text, parsed.likeliest, first)
 
 
 def _chat(body: bytes, runner: Runner, served: Served, limits: HttpLimits) -> Prepared:
-    asked = parse(body, ChatAsked)
-    _check_name(asked.model, served)
+    parsed = parse(body, ChatRequest)
+    _check_name(parsed.model, served)
     if served.chat is None:
         raise Refused(
             400,
@@ -161,51 +168,51 @@ def _chat(body: bytes, runner: Runner, served: Served, limits: HttpLimits) -> Pr
             "/v1/completions, or serve a model that was trained for chats",
             param="messages",
         )
-    messages = [{"role": one.role, "content": one.text} for one in asked.messages]
+    messages = [{"role": one.role, "content": one.text} for one in parsed.messages]
     prompt = served.chat(messages)
-    most = asked.most or max(1, runner.max_positions - len(prompt))
-    wanted = _wanted(asked, [prompt], most, runner, served, limits)
-    return asked, wanted, Chats(served.name, served.text, asked.likeliest)
+    token_limit = parsed.token_limit or max(1, runner.max_positions - len(prompt))
+    choices = _choice_requests(parsed, [prompt], token_limit, runner, served, limits)
+    return parsed, choices, ChatFormat(served.name, served.text, parsed.likeliest)
 
 
-def _wanted(
-    asked: CompletionAsked | ChatAsked,
+def _choice_requests(
+    parsed: CompletionRequest | ChatRequest,
     prompts: Sequence[np.ndarray],
-    most: int,
+    token_limit: int,
     runner: Runner,
     served: Served,
     limits: HttpLimits,
     *,
     score_prompt: bool = False,
-) -> list[Wanted]:
+) -> list[ChoiceRequest]:
     """Each prompt ``n`` times, with consecutive seeds. Raises Refused for a text that can never be generated."""
-    num = len(prompts) * asked.n
+    num = len(prompts) * parsed.n
     if num > limits.max_choices:
         raise Refused(
             400,
-            f"{len(prompts)} prompts with n {asked.n} are {num} texts, the limit is {limits.max_choices} in one "
+            f"{len(prompts)} prompts with n {parsed.n} are {num} texts, the limit is {limits.max_choices} in one "
             "request: ask in several",
             param="n",
         )
-    seed = secrets.randbits(32) if asked.seed is None else asked.seed
-    wanted = []
+    seed = secrets.randbits(32) if parsed.seed is None else parsed.seed
+    choices = []
     for prompt in prompts:
-        for choice in range(asked.n):
+        for choice in range(parsed.n):
             params = SamplingParams(
-                most,
-                asked.temperature,
-                asked.top_p,
+                token_limit,
+                parsed.temperature,
+                parsed.top_p,
                 (seed + choice) % 2**32,
                 served.stop,
-                asked.likeliest,
+                parsed.likeliest,
                 score_prompt=score_prompt,
             )
             try:
                 runner.check(prompt, params)
             except RequestError as error:
                 raise Refused(400, str(error)) from None
-            wanted.append(Wanted(prompt, params))
-    return wanted
+            choices.append(ChoiceRequest(prompt, params))
+    return choices
 
 
 def _tokens(prompt: Prompt, text: TokenizerLike) -> np.ndarray:
@@ -260,15 +267,21 @@ async def _body(request: Request, limits: HttpLimits) -> bytes:
 class _Answer:
     """An ASGI response for an answer that is still being generated; it ends its job in any case."""
 
-    def __init__(self, job: Job, asked: CompletionAsked | ChatAsked, shape: Shape, limits: HttpLimits):
-        self._job, self._asked, self._shape = job, asked, shape
-        self._seconds = limits.answer_seconds + SLOW_READER
+    def __init__(
+        self,
+        job: Job,
+        parsed: CompletionRequest | ChatRequest,
+        answer_format: AnswerFormat,
+        limits: HttpLimits,
+    ):
+        self._job, self._parsed, self._format = job, parsed, answer_format
+        self._seconds = limits.answer_seconds + SLOW_READER_SECONDS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        make = self._stream(send) if self._asked.stream else self._whole(scope, receive, send)
+        make = self._stream(send) if self._parsed.stream else self._whole(scope, receive, send)
         try:
             async with asyncio.timeout(self._seconds):
-                await _while_connected(receive, make)
+                await _until_disconnect(receive, make)
         except (ClientDisconnect, TimeoutError):
             pass  # the client does not read any more
         finally:
@@ -276,7 +289,7 @@ class _Answer:
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         pieces = await self._job.whole()
-        await JSONResponse(self._shape.whole(pieces, self._job.usage))(scope, receive, send)
+        await JSONResponse(self._format.whole(pieces, self._job.usage))(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
         events = self._events()
@@ -295,27 +308,27 @@ class _Answer:
         await send({"type": "http.response.body", "body": last})
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:
-        with_usage = self._asked.stream_options.include_usage
+        with_usage = self._parsed.stream_options.include_usage
         none: dict[str, Any] = {"usage": None} if with_usage else {}  # of all events but the last
         async for piece in self._job.pieces():
-            for event in self._shape.events(piece):
+            for event in self._format.events(piece):
                 yield event | none
         if with_usage:
-            yield self._shape.usage(self._job.usage)
+            yield self._format.usage(self._job.usage)
 
 
 def _event(body: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
-async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run the work; once the client has disconnected, cancel it and raise ClientDisconnect."""
 
-    async def gone() -> None:
+    async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    tasks = asyncio.create_task(work), asyncio.create_task(gone())
+    tasks = asyncio.create_task(work), asyncio.create_task(disconnected())
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not tasks[0].done():
@@ -327,15 +340,15 @@ async def _while_connected(receive: Receive, work: Coroutine[Any, Any, None]) ->
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _refusal(request: Request, error: Refused) -> Response:
+async def _error_response(request: Request, error: Refused) -> Response:
     return JSONResponse(error.body, error.status, error.headers)
 
 
-async def _no_such_route(request: Request, error: HTTPException) -> Response:
+async def _http_error(request: Request, error: HTTPException) -> Response:
     what = f"{request.method} {request.url.path}: {error.detail}"
     refused = Refused(error.status_code, what, headers=error.headers)
-    return await _refusal(request, refused)
+    return await _error_response(request, refused)
 
 
-async def _our_fault(request: Request, error: Exception) -> Response:
-    return await _refusal(request, Refused(500, "the server failed at this request"))
+async def _internal_error(request: Request, error: Exception) -> Response:
+    return await _error_response(request, Refused(500, "the server failed at this request"))

@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from models.serve.errors import Refused
 
-MAX_TURNS = 10_000_000
+MAX_ITERATIONS = 10_000_000
 """The number of turns of loops and of calls after which a template is stopped; it takes some seconds."""
 
 
@@ -33,8 +33,10 @@ class Chat:
     """
 
     def __init__(self, template: str, names: Mapping[str, str], encode: Callable[[str], np.ndarray]):
-        environment = _Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
-        environment.filters |= {"tojson": _tojson, _TURNS: _turns}
+        environment = _BoundedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
+        )
+        environment.filters |= {"tojson": _tojson, _COUNT_FILTER: _counted}
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         try:
             self._template = environment.from_string(template)
@@ -68,48 +70,48 @@ class Chat:
             raise Refused(400, f"messages: are not a text of Unicode: {error}", param="messages") from None
 
 
-class _Counting(Context):
+class _CountingContext(Context):
     """The context of one rendering of a template; it counts the turns of loops and the calls."""
 
-    num_turns = 0
+    num_iterations = 0
 
     def count(self) -> None:
-        self.num_turns += 1
-        if self.num_turns > MAX_TURNS:
+        self.num_iterations += 1
+        if self.num_iterations > MAX_ITERATIONS:
             raise jinja2.TemplateError(
-                f"it is not done after {MAX_TURNS:,} turns of its loops and calls; send fewer or shorter messages, or "
-                "serve the model with a template that takes them"
+                f"it is not done after {MAX_ITERATIONS:,} turns of its loops and calls; send fewer or shorter "
+                "messages, or serve the model with a template that takes them"
             )
 
 
-class _Bounded(ImmutableSandboxedEnvironment):
+class _BoundedEnvironment(ImmutableSandboxedEnvironment):
     """A sandbox in which every rendering ends; that is needed because a thread cannot be stopped from outside."""
 
-    context_class = _Counting
+    context_class = _CountingContext
 
     def _generate(self, source: nodes.Template, *args: Any, **options: Any) -> str:
         for loop in source.find_all(nodes.For):
             loop.iter = nodes.Filter(
-                loop.iter, _TURNS, [], [], None, None, lineno=loop.lineno, environment=self
+                loop.iter, _COUNT_FILTER, [], [], None, None, lineno=loop.lineno, environment=self
             )
         return super()._generate(source, *args, **options)
 
     # The arguments are named as in the base class, because what a template calls may have arguments of any
     # name.
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        assert isinstance(__context, _Counting)
+        assert isinstance(__context, _CountingContext)
         __context.count()
         if args and isinstance(__obj, LoopContext):
-            args = _turns(__context, args[0]), *args[1:]
+            args = _counted(__context, args[0]), *args[1:]
         return super().call(__context, __obj, *args, **kwargs)
 
 
-_TURNS = "turns of a loop"
+_COUNT_FILTER = "turns of a loop"
 """The name of the filter that counts turns; it has spaces, so that no template can use it."""
 
 
 @jinja2.pass_context
-def _turns(context: _Counting, items: Iterable[Any]) -> Iterator[Any]:
+def _counted(context: _CountingContext, items: Iterable[Any]) -> Iterator[Any]:
     for item in items:
         context.count()
         yield item

@@ -16,16 +16,18 @@ from models.serve.errors import Refused
 from models.serve.limits import HttpLimits
 
 
-def guarded(limits: HttpLimits) -> type[H11Protocol]:
+def limited_protocol(limits: HttpLimits) -> type[H11Protocol]:
     """Uvicorn's connection class, with limits on the time for a request's headers and on connections by address."""
 
-    class Guarded(H11Protocol):
+    class LimitedProtocol(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
-            held = sum(getattr(other, "_address", None) == self._address for other in self.connections)
-            if held > limits.connections_per_address:
+            num_connections = sum(
+                getattr(other, "_address", None) == self._address for other in self.connections
+            )
+            if num_connections > limits.connections_per_address:
                 self._end(
                     429,
                     f"this address holds {limits.connections_per_address} connections: close some of them",
@@ -65,7 +67,7 @@ def guarded(limits: HttpLimits) -> type[H11Protocol]:
                 self.transport.write(head.encode() + b"connection: close\r\n\r\n" + bytes(body))
                 self.transport.close()
 
-    return Guarded
+    return LimitedProtocol
 
 
 class Gate:
@@ -84,11 +86,11 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request, or refuse it."""
-        refused = self._refused(Headers(scope=scope), scope["path"]) if scope["type"] == "http" else None
+        refused = self._check(Headers(scope=scope), scope["path"]) if scope["type"] == "http" else None
         answer = self._app if refused is None else JSONResponse(refused.body, refused.status, refused.headers)
         await answer(scope, receive, send)
 
-    def _refused(self, headers: Headers, path: str) -> Refused | None:
+    def _check(self, headers: Headers, path: str) -> Refused | None:
         given, origin = headers.get("host", ""), headers.get("origin")
         host = _name(f"//{given}")
         if self._hosts is not None and host not in self._hosts:
@@ -99,10 +101,10 @@ class Gate:
         if self._keys and path.startswith("/v1"):
             sent = headers.get("authorization", "").encode("latin-1")  # the bytes as they were sent
             scheme, _, key = sent.partition(b" ")
-            ours = any([secrets.compare_digest(key.strip(), one) for one in self._keys])
-            if scheme.lower() != b"bearer" or not ours:
-                told = f"the request has no key{' of this server' if sent else ''}"
-                words = f"{told}: send the header 'Authorization: Bearer KEY'"
+            is_known = any([secrets.compare_digest(key.strip(), one) for one in self._keys])
+            if scheme.lower() != b"bearer" or not is_known:
+                reason = f"the request has no key{' of this server' if sent else ''}"
+                words = f"{reason}: send the header 'Authorization: Bearer KEY'"
                 return Refused(401, words, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return None
 

@@ -10,11 +10,11 @@ import numpy as np
 from models.decode import Completion, SamplingParams, Score
 from models.decode.text import Detokenizer
 from models.serve.errors import Refused
-from models.serve.metrics import Metrics, Watch
+from models.serve.metrics import Metrics, TokenTimer
 from models.serve.runner import Runner
 
 
-class Wanted(NamedTuple):
+class ChoiceRequest(NamedTuple):
     """A text to generate: its prompt, its parameters, and the text that is returned ahead of it."""
 
     prompt: np.ndarray
@@ -39,7 +39,7 @@ class Usage(NamedTuple):
     reused: int
 
 
-class Until:
+class StopMatcher:
     """A text up to its first stop word, returned as far as it can no longer be the beginning of one.
 
     The first stop word is the one that ends first.
@@ -47,31 +47,33 @@ class Until:
 
     def __init__(self, stops: Sequence[str]):
         self._stops = stops
-        self._held = ""
+        self._held_back = ""
         self.reached = False
 
     def push(self, text: str) -> str:
         """Add text; return what can no longer be part of a stop word, perhaps nothing."""
         if self.reached:
             return ""
-        self._held += text
-        places = [(place + len(stop), place) for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        self._held_back += text
+        places = [
+            (place + len(stop), place) for stop in self._stops if (place := self._held_back.find(stop)) >= 0
+        ]
         self.reached = bool(places)
-        end = min(places)[1] if places else len(self._held) - self._num_doubtful()
-        given, self._held = self._held[:end], self._held[end:]
-        return given
+        end = min(places)[1] if places else len(self._held_back) - self._num_ambiguous()
+        settled, self._held_back = self._held_back[:end], self._held_back[end:]
+        return settled
 
     def finish(self) -> str:
-        return "" if self.reached else self._held
+        return "" if self.reached else self._held_back
 
-    def _num_doubtful(self) -> int:
+    def _num_ambiguous(self) -> int:
         """The number of characters at the end that may be the beginning of a stop word."""
-        longest = min(len(self._held), max(map(len, self._stops), default=1) - 1)
-        ends = (self._held[len(self._held) - size :] for size in range(longest, 0, -1))
+        longest = min(len(self._held_back), max(map(len, self._stops), default=1) - 1)
+        ends = (self._held_back[len(self._held_back) - size :] for size in range(longest, 0, -1))
         return next((len(end) for end in ends if any(stop.startswith(end) for stop in self._stops)), 0)
 
 
-def too_late(seconds: float) -> Refused:
+def timeout_error(seconds: float) -> Refused:
     """The error for an answer that takes longer than the server's limit."""
     return Refused(
         504,
@@ -81,41 +83,43 @@ def too_late(seconds: float) -> Refused:
 
 
 class _Choice:
-    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], echo: str, watch: Watch):
-        self._stream, self._until = Detokenizer(decode), Until(stops)
-        self._ahead, self._scores = echo, list[Score]()
-        self.watch = watch
+    def __init__(
+        self, decode: Callable[[Sequence[int]], str], stops: Sequence[str], echo: str, timer: TokenTimer
+    ):
+        self._detokenizer, self._stop_matcher = Detokenizer(decode), StopMatcher(stops)
+        self._echo, self._scores = echo, list[Score]()
+        self.timer = timer
         self.num_tokens = 0
         self.completion: Completion | None = None
 
     @property
     def stopped(self) -> bool:
-        return self._until.reached
+        return self._stop_matcher.reached
 
-    def take(self, tokens: Sequence[int], scores: Sequence[Score]) -> str:
+    def receive(self, tokens: Sequence[int], scores: Sequence[Score]) -> str:
         """Return the text that can no longer change with these tokens; tokens after a stop word are dropped.
 
         Scores of the prompt come before those of tokens; there is one for each token, or none at all.
         """
-        self.watch.heard(len(tokens))
+        self.timer.record_tokens(len(tokens))
         of_prompt = max(0, len(scores) - len(tokens))
         self._scores += scores[:of_prompt]
-        given = ""
+        text = ""
         for place, token in enumerate(tokens, start=of_prompt):
             if not self.stopped:
                 self.num_tokens += 1
                 self._scores += scores[place : place + 1]
-                given += self._until.push(self._stream.push(token))
-        return given
+                text += self._stop_matcher.push(self._detokenizer.push(token))
+        return text
 
     def finish(self, completion: Completion) -> str:
         self.completion = completion
-        return self._until.push(self._stream.finish()) + self._until.finish()
+        return self._stop_matcher.push(self._detokenizer.finish()) + self._stop_matcher.finish()
 
     def piece(self, index: int, text: str, reason: str | None) -> Piece:
         """The next piece of the text, with the echo and the scores that were not returned yet."""
-        found = Piece(index, self._ahead + text, reason, tuple(self._scores))
-        self._ahead, self._scores = "", []
+        found = Piece(index, self._echo + text, reason, tuple(self._scores))
+        self._echo, self._scores = "", []
         return found
 
     @property
@@ -129,7 +133,7 @@ class Job:
 
     Args:
       runner: the runner that generates them.
-      asked: the texts to generate.
+      requests: the texts to generate.
       decode: a function from tokens to text.
       stops: the words at which a text ends; they are not part of it.
       seconds: the seconds that all texts together may take.
@@ -142,29 +146,29 @@ class Job:
     def __init__(
         self,
         runner: Runner,
-        asked: Sequence[Wanted],
+        requests: Sequence[ChoiceRequest],
         decode: Callable[[Sequence[int]], str],
         stops: Sequence[str],
         seconds: float,
         metrics: Metrics,
     ):
-        self._runner, self._seconds, self._asked = runner, seconds, asked
+        self._runner, self._seconds, self._requests = runner, seconds, requests
         self._deadline = asyncio.get_running_loop().time() + seconds
-        self._news: asyncio.Queue[tuple[int, Sequence[int], Sequence[Score], Completion | None]] = (
+        self._updates: asyncio.Queue[tuple[int, Sequence[int], Sequence[Score], Completion | None]] = (
             asyncio.Queue()
         )
-        self._choices = [_Choice(decode, stops, one.echo, Watch(metrics)) for one in asked]
-        self._tickets = runner.submit(
+        self._choices = [_Choice(decode, stops, one.echo, TokenTimer(metrics)) for one in requests]
+        self._handles = runner.submit(
             [
-                (one.prompt, one.params, functools.partial(self._hear, index))
-                for index, one in enumerate(asked)
+                (one.prompt, one.params, functools.partial(self._on_update, index))
+                for index, one in enumerate(requests)
             ]
         )
 
-    def _hear(
+    def _on_update(
         self, index: int, tokens: Sequence[int], scores: Sequence[Score], completion: Completion | None
     ) -> None:
-        self._news.put_nowait((index, tokens, scores, completion))
+        self._updates.put_nowait((index, tokens, scores, completion))
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Yield the pieces of all texts as they are generated, in no order between the texts.
@@ -177,9 +181,9 @@ class Job:
             while not ended:
                 index, tokens, scores, completion = await self._next()
                 choice, ended = self._choices[index], completion is not None
-                before, text = choice.stopped, choice.take(tokens, scores)
+                before, text = choice.stopped, choice.receive(tokens, scores)
                 if choice.stopped and not before and not ended:
-                    self._runner.cancel(self._tickets[index])
+                    self._runner.cancel(self._handles[index])
                 if completion is not None:
                     text += choice.finish(completion)
                     self._count(index, choice.reason)
@@ -199,30 +203,31 @@ class Job:
     @property
     def usage(self) -> Usage:
         """The tokens of the prompt and of all texts, once they have ended."""
-        prompts = {id(one.prompt): len(one.prompt) for one in self._asked}  # several texts may share a prompt
+        # Several texts may share a prompt.
+        prompts = {id(one.prompt): len(one.prompt) for one in self._requests}
         reused = dict(prompts)  # the least of a prompt's texts: the later ones find what the first has cached
-        for one, choice in zip(self._asked, self._choices, strict=True):
+        for one, choice in zip(self._requests, self._choices, strict=True):
             found = choice.completion.num_reused if choice.completion else 0
             reused[id(one.prompt)] = min(reused[id(one.prompt)], found)
         num_made = sum(choice.num_tokens for choice in self._choices)
         return Usage(sum(prompts.values()), num_made, sum(reused.values()))
 
     def cancel(self) -> None:
-        for index, ticket in enumerate(self._tickets):
+        for index, handle in enumerate(self._handles):
             self._count(index, "left")
-            self._runner.cancel(ticket)
+            self._runner.cancel(handle)
 
     def _count(self, index: int, reason: str) -> None:
-        choice, prompt = self._choices[index], len(self._asked[index].prompt)
+        choice, prompt = self._choices[index], len(self._requests[index].prompt)
         reused = 0 if choice.completion is None else choice.completion.num_reused
-        choice.watch.ended(reason, prompt=prompt, reused=reused, made=choice.num_tokens)
+        choice.timer.record_end(reason, prompt=prompt, reused=reused, made=choice.num_tokens)
 
     async def _next(self) -> tuple[int, Sequence[int], Sequence[Score], Completion | None]:
         try:
             async with asyncio.timeout_at(self._deadline):
-                return await self._news.get()
+                return await self._updates.get()
         except TimeoutError:
-            raise too_late(self._seconds) from None
+            raise timeout_error(self._seconds) from None
 
     def _raise_for(self, choice: _Choice) -> None:
         completion = choice.completion

@@ -18,35 +18,46 @@ class Metrics:
     """Counters of one server and, on Linux, of its process; https://prometheus.io/docs/concepts/metric_types."""
 
     def __init__(self, runner: Runner):
-        self._registry = own = CollectorRegistry()
-        ProcessCollector(registry=own)
-        for name, about, now in (
+        self._registry = registry = CollectorRegistry()
+        ProcessCollector(registry=registry)
+        for name, help_text, read_value in (
             ("serve_texts_open", "Texts that are being made or wait.", lambda: runner.num_open),
             ("serve_slots_used", "Slots of the engine that texts have.", lambda: runner.num_running),
             ("serve_blocks_used", "Blocks of the cache that texts have.", lambda: runner.num_used_blocks),
         ):
-            Gauge(name, about, registry=own).set_function(now)
+            Gauge(name, help_text, registry=registry).set_function(read_value)
         self._requests = Counter(
-            "serve_requests", "Requests that were answered.", ["route", "status"], registry=own
+            "serve_requests", "Requests that were answered.", ["route", "status"], registry=registry
         )
-        self._texts = Counter("serve_texts", "Texts that ended, by the reason.", ["reason"], registry=own)
-        self._prompt = Counter("serve_prompt_tokens", "Tokens of prompts whose texts ended.", registry=own)
-        self._reused = Counter("serve_reused_tokens", "Of those, the ones found in the cache.", registry=own)
-        self._made = Counter("serve_generated_tokens", "Tokens generated in texts that ended.", registry=own)
-        self._first = Histogram(
+        self._texts = Counter(
+            "serve_texts", "Texts that ended, by the reason.", ["reason"], registry=registry
+        )
+        self._prompt = Counter(
+            "serve_prompt_tokens", "Tokens of prompts whose texts ended.", registry=registry
+        )
+        self._reused = Counter(
+            "serve_reused_tokens", "Of those, the ones found in the cache.", registry=registry
+        )
+        self._made = Counter(
+            "serve_generated_tokens", "Tokens generated in texts that ended.", registry=registry
+        )
+        self._first_token = Histogram(
             "serve_first_token_seconds",
             "From a request to its text's first token.",
             buckets=_SECONDS,
-            registry=own,
+            registry=registry,
         )
-        self._next = Histogram(
+        self._next_token = Histogram(
             "serve_next_token_seconds",
             "From a token to the next of its text.",
             buckets=_SECONDS,
-            registry=own,
+            registry=registry,
         )
-        self._whole = Histogram(
-            "serve_text_seconds", "From a request to the end of its text.", buckets=_SECONDS, registry=own
+        self._whole_text = Histogram(
+            "serve_text_seconds",
+            "From a request to the end of its text.",
+            buckets=_SECONDS,
+            registry=registry,
         )
 
     async def answer(self, request: Request) -> Response:
@@ -54,46 +65,46 @@ class Metrics:
         text = prometheus_client.generate_latest(self._registry)
         return Response(text, media_type=prometheus_client.CONTENT_TYPE_LATEST)
 
-    def answered(self, route: str, status: int) -> None:
+    def count_request(self, route: str, status: int) -> None:
         self._requests.labels(route, status).inc()
 
-    def _ended(self, reason: str, seconds: float, prompt: int, reused: int, made: int) -> None:
+    def _record_text(self, reason: str, seconds: float, prompt: int, reused: int, made: int) -> None:
         self._texts.labels(reason).inc()
         self._prompt.inc(prompt)
         self._reused.inc(reused)
         self._made.inc(made)
-        self._whole.observe(seconds)
+        self._whole_text.observe(seconds)
 
 
-class Watch:
+class TokenTimer:
     """A clock for the tokens of one text, which reports their times to the metrics."""
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
-        self._begun = time.perf_counter()
+        self._started = time.perf_counter()
         self._latest: float | None = None
-        self._over = False
+        self._has_ended = False
 
-    def heard(self, number: int) -> None:
+    def record_tokens(self, number: int) -> None:
         """Record that ``number`` tokens came at once."""
         now = time.perf_counter()
         if self._latest is None and number:
-            self._metrics._first.observe(now - self._begun)
+            self._metrics._first_token.observe(now - self._started)
             self._latest, number = now, number - 1
         for _ in range(number):
             assert self._latest is not None
-            self._metrics._next.observe((now - self._latest) / number)
+            self._metrics._next_token.observe((now - self._latest) / number)
         if number:
             self._latest = now
 
-    def ended(self, reason: str, *, prompt: int, reused: int, made: int) -> None:
+    def record_end(self, reason: str, *, prompt: int, reused: int, made: int) -> None:
         """Record that the text ended; only the first call counts."""
-        if not self._over:
-            self._over = True
-            self._metrics._ended(reason, time.perf_counter() - self._begun, prompt, reused, made)
+        if not self._has_ended:
+            self._has_ended = True
+            self._metrics._record_text(reason, time.perf_counter() - self._started, prompt, reused, made)
 
 
-class Counted:
+class CountingMiddleware:
     """An application whose answers are counted by route and status; unknown routes are counted together as "other"."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, routes: Collection[str]):
@@ -108,7 +119,7 @@ class Counted:
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._metrics.answered(route, message["status"])
+                self._metrics.count_request(route, message["status"])
             await send(message)
 
         await self._app(scope, receive, counted)

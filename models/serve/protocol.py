@@ -15,7 +15,7 @@ from models.serve.errors import Refused
 Prompt = str | list[int]
 
 
-def _prompts(given: Any) -> list[Prompt]:
+def _as_prompts(given: Any) -> list[Prompt]:
     """The prompts as a list, from one text, one list of tokens, or a list of either."""
     if isinstance(given, str) or _is_tokens(given):
         return [given]
@@ -31,11 +31,11 @@ def _is_tokens(given: Any) -> bool:
     return isinstance(given, list) and all(type(token) is int and abs(token) < 2**31 for token in given)
 
 
-def _stops(given: Any) -> list[str]:
+def _as_stops(given: Any) -> list[str]:
     return [given] if isinstance(given, str) else given
 
 
-def _few_words(given: list[str]) -> list[str]:
+def _check_stops(given: list[str]) -> list[str]:
     if len(given) > 4 or not all(given):
         raise ValueError("must be at most 4 texts, none of them empty")
     return given
@@ -46,7 +46,7 @@ class _Strict(pydantic.BaseModel):
 
     @pydantic.model_validator(mode="before")
     @classmethod
-    def _null_is_left_out(cls, given: Any) -> Any:
+    def _drop_nulls(cls, given: Any) -> Any:
         return {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
 
 
@@ -56,7 +56,7 @@ class StreamOptions(_Strict):
     include_usage: bool = False
 
 
-class _Asked(_Strict):
+class _RequestBody(_Strict):
     """The parameters of any request; any other parameter is refused by its name."""
 
     model: str
@@ -64,7 +64,7 @@ class _Asked(_Strict):
     top_p: float = Field(1.0, gt=0, le=1)
     n: int = Field(1, ge=1)
     seed: int | None = None
-    stop: Annotated[list[str], BeforeValidator(_stops), AfterValidator(_few_words)] = []
+    stop: Annotated[list[str], BeforeValidator(_as_stops), AfterValidator(_check_stops)] = []
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     user: str = ""
@@ -74,12 +74,12 @@ class _Asked(_Strict):
     logit_bias: Annotated[dict[str, float], Field(max_length=0)] = {}
 
 
-class CompletionAsked(_Asked):
+class CompletionRequest(_RequestBody):
     """The parameters of a request for completions."""
 
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
-    prompt: Annotated[list[Prompt], BeforeValidator(_prompts), Field(min_length=1)]
+    prompt: Annotated[list[Prompt], BeforeValidator(_as_prompts), Field(min_length=1)]
     echo: bool = False
     best_of: Literal[1] = 1
 
@@ -109,7 +109,7 @@ class Message(_Strict):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-class ChatAsked(_Asked):
+class ChatRequest(_RequestBody):
     """The parameters of a request for a chat. Without ``max_tokens`` a text may take all positions that are left."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -122,7 +122,7 @@ class ChatAsked(_Asked):
     response_format: dict[Literal["type"], Literal["text"]] = {"type": "text"}
 
     @pydantic.model_validator(mode="after")
-    def _only_one(self) -> "ChatAsked":
+    def _check_consistency(self) -> "ChatRequest":
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens and max_completion_tokens say the same: give one of them")
         if self.top_logprobs and not self.logprobs:
@@ -130,7 +130,7 @@ class ChatAsked(_Asked):
         return self
 
     @property
-    def most(self) -> int | None:
+    def token_limit(self) -> int | None:
         """The largest number of tokens to generate; None for no limit of its own."""
         return self.max_tokens or self.max_completion_tokens
 
@@ -140,10 +140,10 @@ class ChatAsked(_Asked):
         return self.top_logprobs if self.logprobs else None
 
 
-_Any = TypeVar("_Any", bound=_Asked)
+_Body = TypeVar("_Body", bound=_RequestBody)
 
 
-def parse(body: bytes, kind: type[_Any]) -> _Any:
+def parse(body: bytes, kind: type[_Body]) -> _Body:
     """Read a request of the type ``kind``. Raises Refused, 400, with a message that says what is wrong with it."""
     try:
         given = json.loads(body)
@@ -155,13 +155,13 @@ def parse(body: bytes, kind: type[_Any]) -> _Any:
         return kind.model_validate(given)
     except pydantic.ValidationError as error:
         found = [(".".join(map(str, one["loc"])), one["msg"], one["type"]) for one in error.errors()]
-        told = "; ".join(
-            f"{where}: {_told(what, type_)}".removeprefix(": ") for where, what, type_ in found[:4]
+        message = "; ".join(
+            f"{where}: {_error_message(what, type_)}".removeprefix(": ") for where, what, type_ in found[:4]
         )
-        raise Refused(400, told, param=found[0][0].partition(".")[0] or None) from None
+        raise Refused(400, message, param=found[0][0].partition(".")[0] or None) from None
 
 
-def _told(message: str, kind: str) -> str:
+def _error_message(message: str, kind: str) -> str:
     if kind == "extra_forbidden":
         return "this server knows no such parameter; leave it out"
     if kind == "missing":

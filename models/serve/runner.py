@@ -16,12 +16,12 @@ from models.decode import Completion, Limits, RequestError, SamplingParams, Scor
 from models.decode.requests import check_request
 from models.serve.errors import Refused
 
-Hear = Callable[[Sequence[int], Sequence[Score], Completion | None], None]
+OnUpdate = Callable[[Sequence[int], Sequence[Score], Completion | None], None]
 """A function that the event loop calls with new tokens, their scores if asked for, and, at the end, the
 completion."""
 
 
-class Steps(Protocol):
+class EngineLike(Protocol):
     """The interface of the engine that is run: ``models.decode.Engine``."""
 
     config: Config
@@ -51,16 +51,16 @@ class Steps(Protocol):
 
 
 @dataclasses.dataclass(eq=False)
-class Ticket:
+class RequestHandle:
     """A text that is being generated, or waits."""
 
     prompt: np.ndarray
     params: SamplingParams
-    hear: Hear
+    on_update: OnUpdate
     # The engine's number. Only the thread uses it and the tokens and scores that were not passed on yet.
     number: int = -1
-    fresh: list[int] = dataclasses.field(default_factory=list)
-    scores: list[Score] = dataclasses.field(default_factory=list)
+    new_tokens: list[int] = dataclasses.field(default_factory=list)
+    new_scores: list[Score] = dataclasses.field(default_factory=list)
 
 
 class Runner:
@@ -76,20 +76,21 @@ class Runner:
       on_failure: a function that is called in the event loop when the thread fails.
     """
 
-    def __init__(self, engine: Steps, max_waiting: int):
+    def __init__(self, engine: EngineLike, max_waiting: int):
         self.max_open = engine.limits.max_requests + max_waiting
         self.failure: str | None = None
         self.leaving = False
         self.on_failure: Callable[[], None] = lambda: None
         self._engine = engine
         self._closing = False
-        self._tickets: set[Ticket] = set()  # of all texts that have not ended; only the event loop uses it
-        self._none_open = asyncio.Event()
-        self._none_open.set()
-        self._numbered: dict[int, Ticket] = {}  # only the thread uses it
-        self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        # Of all texts that have not ended; only the event loop uses it.
+        self._handles: set[RequestHandle] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._handles_by_number: dict[int, RequestHandle] = {}  # only the thread uses it
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._step_began: float | None = None  # the thread writes it, others read it
-        self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         """Start the thread; call this in the running event loop."""
@@ -99,7 +100,7 @@ class Runner:
     @property
     def num_open(self) -> int:
         """The number of texts that are being generated or wait."""
-        return len(self._tickets)
+        return len(self._handles)
 
     @property
     def num_running(self) -> int:
@@ -120,15 +121,15 @@ class Runner:
         """Raise a RequestError if a text can never be generated. Any thread may call this."""
         check_request(prompt, params, self._engine.limits, self._engine.config.vocab)
 
-    def alive(self, seconds: float) -> None:
+    def check_alive(self, seconds: float) -> None:
         """Raise Refused, 503, once the thread has failed or one step has taken longer than ``seconds``."""
         self._check_failure()
         began = self._step_began
         if began is not None and time.monotonic() - began > seconds:
-            told = f"a step has taken longer than {seconds:g} s, so its texts were given up: start the server again"
-            raise Refused(503, told, code="engine_stuck")
+            message = f"a step has taken longer than {seconds:g} s, so its texts were given up: start the server again"
+            raise Refused(503, message, code="engine_stuck")
 
-    def ready(self) -> None:
+    def check_ready(self) -> None:
         """Raise Refused, 503, once requests should be sent elsewhere."""
         self.check_open()
         if self.leaving:
@@ -144,107 +145,109 @@ class Runner:
         if self.failure is not None:
             raise Refused(503, "the engine has failed; the server ends", code="engine_failed")
 
-    def submit(self, asked: Sequence[tuple[np.ndarray, SamplingParams, Hear]]) -> list[Ticket]:
+    def submit(self, texts: Sequence[tuple[np.ndarray, SamplingParams, OnUpdate]]) -> list[RequestHandle]:
         """Accept all of these texts, or none.
 
         Raises:
           Refused: 429, if there would be more texts than the limit; 503, if no more texts are accepted.
         """
         self.check_open()
-        if self.num_open + len(asked) > self.max_open:
+        if self.num_open + len(texts) > self.max_open:
             raise Refused(
                 429,
-                f"{self.num_open} texts are being made or wait, and {len(asked)} more would be above the server's "
+                f"{self.num_open} texts are being made or wait, and {len(texts)} more would be above the server's "
                 f"limit of {self.max_open}: ask again later",
                 code="too_many_requests",
                 headers={"retry-after": "1"},
             )
-        tickets = [Ticket(*one) for one in asked]
-        for ticket in tickets:
-            self._tickets.add(ticket)
-            self._orders.put(functools.partial(self._add, ticket))
-        self._none_open.clear()
-        return tickets
+        handles = [RequestHandle(*one) for one in texts]
+        for handle in handles:
+            self._handles.add(handle)
+            self._commands.put(functools.partial(self._add, handle))
+        self._idle.clear()
+        return handles
 
-    def cancel(self, ticket: Ticket) -> None:
+    def cancel(self, handle: RequestHandle) -> None:
         """End a text, which then completes as cancelled; a text that has ended is left alone."""
-        if ticket in self._tickets:
-            self._orders.put(lambda: self._engine.cancel(ticket.number))
+        if handle in self._handles:
+            self._commands.put(lambda: self._engine.cancel(handle.number))
 
     async def drain(self, seconds: float) -> None:
         """Accept no more texts, and wait for up to ``seconds`` until all have ended; then cancel the rest."""
         self._closing = True
         try:
             async with asyncio.timeout(seconds):
-                await self._none_open.wait()
+                await self._idle.wait()
         except TimeoutError:
-            for ticket in self._tickets:
-                self.cancel(ticket)
+            for handle in self._handles:
+                self.cancel(handle)
 
     async def close(self) -> None:
         """Cancel the texts that are left, and end the thread."""
         await self.drain(0)
-        self._orders.put(None)
+        self._commands.put(None)
         await asyncio.to_thread(self._thread.join)
 
     # In the thread.
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
-            while self._follow_orders():
+            while self._run_commands():
                 self._step_began = time.monotonic()
                 ended = self._engine.step()
                 self._step_began = None
-                self._report(ended)
+                self._send_updates(ended)
         except Exception as error:  # the cache is lost with a step that fails
             self._loop.call_soon_threadsafe(self._fail, f"{type(error).__name__}: {error}")
 
-    def _follow_orders(self) -> bool:
+    def _run_commands(self) -> bool:
         """Run the orders, and wait until the engine has work. Returns False once the thread is to end."""
         while True:
             try:
-                order = self._orders.get(block=not self._engine.busy)
+                command = self._commands.get(block=not self._engine.busy)
             except queue.Empty:
                 return True
-            if order is None:
+            if command is None:
                 return False
-            order()
+            command()
 
-    def _add(self, ticket: Ticket) -> None:
+    def _add(self, handle: RequestHandle) -> None:
         try:
-            heard = ticket.fresh.append, ticket.scores.append
-            ticket.number = self._engine.add(ticket.prompt, ticket.params, *heard)
+            callbacks = handle.new_tokens.append, handle.new_scores.append
+            handle.number = self._engine.add(handle.prompt, handle.params, *callbacks)
         except RequestError as error:
             ended = Completion(-1, (), "error", str(error))
-            self._loop.call_soon_threadsafe(self._tell, [(ticket, [], [], ended)])
+            self._loop.call_soon_threadsafe(self._deliver, [(handle, [], [], ended)])
         else:
-            self._numbered[ticket.number] = ticket
+            self._handles_by_number[handle.number] = handle
 
-    def _report(self, completions: Sequence[Completion]) -> None:
+    def _send_updates(self, completions: Sequence[Completion]) -> None:
         ended = {one.id: one for one in completions}
-        news = []
-        for number, ticket in self._numbered.items():
-            if ticket.fresh or ticket.scores or number in ended:
-                news.append((ticket, ticket.fresh[:], ticket.scores[:], ended.get(number)))
-                ticket.fresh.clear()
-                ticket.scores.clear()
+        updates = []
+        for number, handle in self._handles_by_number.items():
+            if handle.new_tokens or handle.new_scores or number in ended:
+                updates.append((handle, handle.new_tokens[:], handle.new_scores[:], ended.get(number)))
+                handle.new_tokens.clear()
+                handle.new_scores.clear()
         for number in ended:
-            del self._numbered[number]
-        if news:
-            self._loop.call_soon_threadsafe(self._tell, news)
+            del self._handles_by_number[number]
+        if updates:
+            self._loop.call_soon_threadsafe(self._deliver, updates)
 
     # In the event loop.
 
-    def _tell(self, news: Sequence[tuple[Ticket, Sequence[int], Sequence[Score], Completion | None]]) -> None:
-        for ticket, tokens, scores, completion in news:
+    def _deliver(
+        self, updates: Sequence[tuple[RequestHandle, Sequence[int], Sequence[Score], Completion | None]]
+    ) -> None:
+        for handle, tokens, scores, completion in updates:
             if completion is not None:
-                self._tickets.discard(ticket)
-            ticket.hear(tokens, scores, completion)
-        if not self._tickets:
-            self._none_open.set()
+                self._handles.discard(handle)
+            handle.on_update(tokens, scores, completion)
+        if not self._handles:
+            self._idle.set()
 
     def _fail(self, why: str) -> None:
         self.failure = why
         ended = Completion(-1, (), "error", "the engine has failed")
-        self._tell([(ticket, [], [], ended) for ticket in self._tickets])
+        self._deliver([(handle, [], [], ended) for handle in self._handles])
         self.on_failure()

@@ -12,8 +12,8 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from models.serve.app import SLOW_READER
-from models.serve.gate import guarded
+from models.serve.app import SLOW_READER_SECONDS
+from models.serve.gate import limited_protocol
 from models.serve.limits import HttpLimits
 from models.serve.runner import Runner
 
@@ -98,7 +98,7 @@ def serve(
     """
     config = uvicorn.Config(
         app,
-        http=guarded(limits),
+        http=limited_protocol(limits),
         ws="none",
         loop="asyncio",
         lifespan="on",
@@ -106,11 +106,11 @@ def serve(
         log_level=log_level,
         server_header=False,
         limit_concurrency=max_connections,
-        timeout_graceful_shutdown=int(SLOW_READER) + 1,
+        timeout_graceful_shutdown=int(SLOW_READER_SECONDS) + 1,
     )
     server = _Server(config, runner, shutdown_delay, grace)
     started(server.stop)
-    with _noted() as signals:
+    with _caught_signals() as signals:
         server.run(sockets=[bound])
     if runner.failure is not None:
         return 1
@@ -118,19 +118,19 @@ def serve(
 
 
 @contextlib.contextmanager
-def _noted() -> Iterator[list[int]]:
+def _caught_signals() -> Iterator[list[int]]:
     """Yield a list of the signals that come, instead of ending the process.
 
     Uvicorn has its own handlers, and when it has ended it raises again the signals that they caught.
     """
-    notes: list[int] = []
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield notes
+        yield received
         return
     caught = signal.SIGTERM, signal.SIGINT
-    before = [signal.signal(number, lambda number, frame: notes.append(number)) for number in caught]
+    before = [signal.signal(number, lambda number, frame: received.append(number)) for number in caught]
     try:
-        yield notes
+        yield received
     finally:
         for number, handler in zip(caught, before, strict=True):
             signal.signal(number, handler)

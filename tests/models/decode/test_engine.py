@@ -200,10 +200,10 @@ def test_stop_tokens_and_streaming():
     text = greedy(prompt, 8)
     stop = text[4]
     first = text.index(stop)
-    heard = []
-    serving.add(prompt, SamplingParams(max_tokens=8, stop=(stop, 47)), heard.append)
+    received = []
+    serving.add(prompt, SamplingParams(max_tokens=8, stop=(stop, 47)), received.append)
     (one,) = serving.run()
-    assert one.finish_reason == "stop" and one.tokens == text[:first] == tuple(heard) and one.error is None
+    assert one.finish_reason == "stop" and one.tokens == text[:first] == tuple(received) and one.error is None
 
 
 def test_a_callback_that_raises_ends_its_own_request_alone():
@@ -424,10 +424,10 @@ def test_how_likely_tokens_are_is_what_the_plain_forward_says(drafts, microbatch
         serving = Engine(MODEL, a_params(), limits, microbatches=2)
     serving.add(asked, SamplingParams(max_tokens=1))
     serving.run()
-    heard, tokens = [], []
+    received, tokens = [], []
     how = dict(max_tokens=6, temperature=0.0 if drafts else 0.8, seed=3)
     wants = SamplingParams(**how, likeliest=3, score_prompt=True)
-    key = serving.add(asked, wants, tokens.append, heard.append)
+    key = serving.add(asked, wants, tokens.append, received.append)
     serving.add(other, SamplingParams(max_tokens=5))
     alone = serving.add(asked, SamplingParams(**how, likeliest=0))
     plainly = serving.add(asked, SamplingParams(**how))
@@ -435,10 +435,10 @@ def test_how_likely_tokens_are_is_what_the_plain_forward_says(drafts, microbatch
     one, text = found[key], [*asked, *found[key].tokens]
     assert (one.num_accepted > 0) == drafts, "with drafts a step has two tokens"
     assert found[alone].tokens == found[plainly].tokens == one.tokens == tuple(tokens)
-    assert one.num_reused == 0 < found[plainly].num_reused and heard == [*one.prompt_scores, *one.scores]
-    assert [score.token for score in heard] == text[1:]
+    assert one.num_reused == 0 < found[plainly].num_reused and received == [*one.prompt_scores, *one.scores]
+    assert [score.token for score in received] == text[1:]
     wanted = logprobs_of(text)
-    for place, score in enumerate(heard):
+    for place, score in enumerate(received):
         assert score.logprob == pytest.approx(wanted[place, score.token], abs=1e-4)
         numbers, logprobs = zip(*score.likeliest, strict=True)
         best = np.sort(wanted[place])[::-1][:3]

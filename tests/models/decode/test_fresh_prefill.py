@@ -26,14 +26,14 @@ def test_it_is_the_chunked_program_of_rows_that_start_at_0(microbatches):
     tokens = rng.integers(config.vocab, size=(NUM_ROWS, WIDTH)).astype(np.int32)
     zeros = np.zeros(NUM_ROWS, np.int32)
     sampling = Sampling(zeros.astype(np.float32), zeros.astype(np.float32) + 1, zeros.astype(np.uint32))
-    follow = np.asarray([-1, 3, -1, -1], np.int32)
-    begun = FinishedPrompts(np.arange(NUM_ROWS, dtype=np.int32), zeros + 20, no_stops(NUM_ROWS))
+    next_tokens = np.asarray([-1, 3, -1, -1], np.int32)
+    finished = FinishedPrompts(np.arange(NUM_ROWS, dtype=np.int32), zeros + 20, no_stops(NUM_ROWS))
 
     def outcome(prefill, noise):
         rows = Rows(tokens, zeros, LENGTHS, tables)
         cache = run.init_cache(12, BLOCK) + np.float32(noise)
         (out, running), counts, cache = prefill(
-            weights, cache, (rows, follow, sampling, run.init_running(NUM_ROWS), begun)
+            weights, cache, (rows, next_tokens, sampling, run.init_running(NUM_ROWS), finished)
         )
         return jax.device_get((out, running, counts, cache))
 

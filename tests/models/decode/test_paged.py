@@ -52,16 +52,16 @@ def arrays(sizes, block_size, table_size, used):
 
 
 def by_numpy(q, cache, tables, used, new, latent, layer):
-    """What each query hears: [B, S, H, C]."""
+    """What each query attends to: [B, S, H, C]."""
     size = cache.shape[2]
     out = np.zeros((*q.shape[:3], latent))
     for b, (table, count) in enumerate(zip(tables, used, strict=True)):
         known = [cache[layer, table[place // size], place % size] for place in range(count)]
         for s in range(q.shape[1]):
-            heard = np.stack([*known, *new[b, : s + 1]])
-            scores = q[b, s] @ heard.T * SCALE
+            attended = np.stack([*known, *new[b, : s + 1]])
+            scores = q[b, s] @ attended.T * SCALE
             powers = np.exp(scores - scores.max(axis=1, keepdims=True))
-            out[b, s] = powers / powers.sum(axis=1, keepdims=True) @ heard[:, :latent]
+            out[b, s] = powers / powers.sum(axis=1, keepdims=True) @ attended[:, :latent]
     return out
 
 
@@ -95,13 +95,13 @@ def test_rows_are_split_where_there_are_fewer_than_multiprocessors():
 
 @pytest.mark.parametrize("splits", [2, 8, 9])
 def test_splits_are_put_together_by_what_their_powers_add_up_to(splits):
-    """One of them heard nothing, as where a row has fewer tiles than splits."""
+    """One of them attended to nothing, as where a row has fewer tiles than splits."""
     rng = np.random.default_rng(splits)
     found, log = rng.normal(size=(splits, 3, 4, 5)), rng.normal(scale=20.0, size=(splits, 3, 4))
     log[1] = -1e30
     powers = 2.0 ** (log - log.max(axis=0))
     wanted = np.einsum("zth,zthc->thc", powers / powers.sum(axis=0), found)
-    made = jax.jit(paged._together)(*(jnp.asarray(a, jnp.float32) for a in (found, log)))
+    made = jax.jit(paged._combine_splits)(*(jnp.asarray(a, jnp.float32) for a in (found, log)))
     np.testing.assert_allclose(made, wanted, rtol=1e-5, atol=1e-6)
 
 
@@ -172,7 +172,7 @@ def test_a_step_is_the_same_on_a_gpu(devices, microbatches, monkeypatch):
         weights = model.prepare(params)
         if devices > 1:
             mesh = make_mesh(1, devices, jax.devices()[:devices])
-            held = experts.in_order(CONFIG, devices)
+            held = experts.default_placement(CONFIG, devices)
             weights = experts.place(model.prepare(lazily(params)), held, CONFIG.num_experts, mesh, near=True)
             run = on_mesh(run, mesh)
         out, _, written = jax.jit(run, compiler_options=QUICK)(weights, cache, rows)

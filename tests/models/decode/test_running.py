@@ -29,7 +29,7 @@ class One:
             return []
         return [self.newest, self.draft] if self.draft >= 0 and self.start + 1 < self.room else [self.newest]
 
-    def hear(self, tokens, draft, finite):
+    def advance(self, tokens, draft, finite):
         self.start += len(tokens)
         self._take(tokens, draft, finite)
 
@@ -45,7 +45,7 @@ def test_rows_are_fed_what_each_request_by_itself_would_be(drafts):
     running, plain = empty_running(SLOTS), [None] * SLOTS
     tables, fed, answer = np.zeros((SLOTS, 2), np.int32), [], {}
 
-    def run_prefill(weights, cache, rows, follow, sampling):
+    def run_prefill(weights, cache, rows, next_tokens, sampling):
         return answer["prefill"], None, cache
 
     def run_decode(weights, cache, rows, sampling):
@@ -91,7 +91,7 @@ def test_rows_are_fed_what_each_request_by_itself_would_be(drafts):
                 assert rows.lengths[slot] == len(mine)
                 if mine:
                     assert rows.tokens[slot, : len(mine)].tolist() == mine and rows.starts[slot] == one.start
-                    heard = answer["tokens"][slot, : int(out.accepted[slot])].tolist()
-                    one.hear(heard, answer["drafts"][slot], answer["finite"][slot])
+                    accepted_tokens = answer["tokens"][slot, : int(out.accepted[slot])].tolist()
+                    one.advance(accepted_tokens, answer["drafts"][slot], answer["finite"][slot])
                     ended += not one.live
     assert ended > 20 and isinstance(running, Running)

@@ -70,7 +70,7 @@ def test_texts_are_those_of_one_step_after_the_other(drafts):
         ]
     assert few < many
     # What ends is fed no more, but for the one whose end devices do not know: what is left of its four steps, and the
-    # four that were begun before the host heard of them.
+    # four that were begun before the host knew of them.
     fed = sum(len(prompt) for prompt, _ in asked()) + sum(
         len(one.tokens) - (one.finish_reason == "length") for one in found
     )
@@ -79,18 +79,20 @@ def test_texts_are_those_of_one_step_after_the_other(drafts):
 
 
 def test_a_text_that_is_cancelled_ends_where_it_is():
-    serving, heard = engine(4), []
+    serving, received = engine(4), []
     prompt = prompts(5)[0]
 
     def on_token(token):
-        heard.append(token)
-        if len(heard) == 3:
+        received.append(token)
+        if len(received) == 3:
             serving.cancel(number)
 
     number = serving.add(prompt, SamplingParams(max_tokens=15), on_token)
     (found,) = serving.run()
     assert found.finish_reason == "cancelled"
-    assert list(found.tokens) == heard == list(continued(CONFIG, a_params(), prompt, 3, LIMITS.max_positions))
+    assert (
+        list(found.tokens) == received == list(continued(CONFIG, a_params(), prompt, 3, LIMITS.max_positions))
+    )
 
 
 @pytest.mark.parametrize("drafts", [False, pytest.param(True, marks=pytest.mark.slow)])

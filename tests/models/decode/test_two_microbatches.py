@@ -106,7 +106,7 @@ def test_a_mesh_in_two_halves_is_the_plain_forward(dispatch, placed, microbatche
     tokens = np.random.default_rng(1).integers(0, config.vocab, (2, 3, TOTAL)).astype(np.int32)
     wanted = np.asarray(plain_forward(config, params, tokens.reshape(6, TOTAL))).reshape(2, 3, TOTAL, -1)
     assert wanted.std() > 0.5
-    held = TWICE if placed else experts.in_order(config, 2)
+    held = TWICE if placed else experts.default_placement(config, 2)
     got = served(config, params, tokens, Dispatch(dispatch, axis_name="ep"), held, microbatches)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 

@@ -16,7 +16,7 @@ from models.decode import SamplingParams, Score
 from models.decode.text import ByteTokenizer
 from models.serve import Chat, Refused
 from models.serve.job import Piece, _Choice
-from models.serve.metrics import Metrics, Watch
+from models.serve.metrics import Metrics, TokenTimer
 from models.weights import WeightsError, load_tokenizer
 from tests.models.decode.small_models import random_params, whole
 from tests.models.serve.running import LONG, Slow, as_tokens, running
@@ -112,12 +112,12 @@ def test_words_that_stop_a_text_end_its_logprobs(client):
 
 def test_tokens_behind_a_word_that_stops_are_nobodys():
     """Several may come at once, those of the prompt's scores ahead of them."""
-    choice = _Choice(ByteTokenizer().decode, ["b"], "echo", Watch(Metrics(int)))
+    choice = _Choice(ByteTokenizer().decode, ["b"], "echo", TokenTimer(Metrics(int)))
     scores = [Score(ord(letter), -1.0, ()) for letter in "xyabc"]
-    text = choice.take([ord("a"), ord("b"), ord("c")], scores)
+    text = choice.receive([ord("a"), ord("b"), ord("c")], scores)
     assert (text, choice.stopped, choice.num_tokens) == ("a", True, 2)
     assert choice.piece(0, text, "stop") == Piece(0, "echoa", "stop", tuple(scores[:4]))
-    assert choice.take([ord("d")], scores[:1]) == "" and choice.piece(0, "", None) == Piece(0, "", None)
+    assert choice.receive([ord("d")], scores[:1]) == "" and choice.piece(0, "", None) == Piece(0, "", None)
 
 
 def test_a_chat_is_what_its_template_makes_of_it(client):
@@ -267,7 +267,7 @@ TREE = "{% for a in [N] recursive %}{% if a %}{{ loop([a - 1, a - 1]) }}{% endif
 )
 def test_a_template_that_does_not_end_is_ended(monkeypatch, template, ends, never):
     """Macros and loops that call themselves double what is done with each level."""
-    monkeypatch.setattr("models.serve.chat.MAX_TURNS", 1000)
+    monkeypatch.setattr("models.serve.chat.MAX_ITERATIONS", 1000)
     chat = Chat(template.replace("N", str(ends)), {}, as_tokens)
     assert [chat.write([{"role": "user"}]).strip() for _ in range(3)] == [""] * 3, "each begins to count anew"
     with pytest.raises(

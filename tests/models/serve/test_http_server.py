@@ -16,7 +16,7 @@ from models.decode import Engine, Limits, SamplingParams, decoder
 from models.decode.text import ByteTokenizer
 from models.serve import HttpLimits, bind
 from models.serve.app import _Answer
-from models.serve.job import Until
+from models.serve.job import StopMatcher
 from tests.models.decode.small_models import random_params, small
 from tests.models.serve.running import LONG, Slow, as_tokens, connect, read_until, running
 
@@ -324,7 +324,7 @@ def test_who_leaves_is_cancelled_waiting_or_not():
             with connect(url) as connection:
                 send(connection, {"stream": stream, "max_tokens": 60})
                 until(lambda: runner.num_open == 1)
-            until(lambda: runner._orders.qsize() == 1)  # to cancel, while the engine waits to be told
+            until(lambda: runner._commands.qsize() == 1)  # to cancel, while the engine waits to be told
             idle(runner, slow)
         assert len(slow.cancelled) == 2
 
@@ -370,7 +370,7 @@ def test_a_body_that_does_not_arrive_is_not_waited_for():
 
 
 def test_a_stream_that_nobody_reads_is_given_up(monkeypatch):
-    monkeypatch.setattr("models.serve.app.SLOW_READER", 0.0)
+    monkeypatch.setattr("models.serve.app.SLOW_READER_SECONDS", 0.0)
     cancelled = []
 
     class Job:
@@ -411,7 +411,7 @@ def test_a_server_that_stops_lets_end_what_can_and_tells_the_rest(grace):
                 refused = kept.post(f"{url}/v1/completions", json=BODY)
                 assert refused.status_code == 503 and refused.json()["error"]["code"] == "stopping"
                 assert balancer.get(f"{url}/health").status_code == 503
-        until(lambda: grace or runner._orders.qsize() == 2)
+        until(lambda: grace or runner._commands.qsize() == 2)
         slow.go_on.release(9)
         first, second = (one.answer() for one in asking)
         ending.join(30)
@@ -505,7 +505,7 @@ def test_until_the_word_that_is_whole_first_however_the_text_is_cut():
         wanted = text
         if (end := next(ends, None)) is not None:
             wanted = text[: end - max(len(stop) for stop in stops if text[:end].endswith(stop))]
-        until = Until(stops)
+        until = StopMatcher(stops)
         parts = [
             until.push(text[begin:end]) for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)
         ]
