@@ -5,10 +5,10 @@ import sys
 from collections.abc import Sequence
 
 from train.config import ConfigError
-from train.generate.devices import check_share, find_devices
-from train.generate.ending import exit_code, say
+from train.generate.devices import check_at_once, find_devices
+from train.generate.exit_codes import run_command, say
 from train.generate.loading import load
-from train.generate.modes import answer_all, complete, converse
+from train.generate.modes import answer_batch, complete, converse
 from train.generate.options import Options, check, parse
 
 
@@ -20,7 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = parse(arguments)
     try:
-        return exit_code(lambda: start(options))
+        return run_command(lambda: start(options))
     except BrokenPipeError:  # the reader of the output has closed it
         os.dup2(
             os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
@@ -34,10 +34,10 @@ def start(options: Options) -> int:
     check(options)
     find_devices(options)
     if options.batch is not None:
-        check_share(options)
+        check_at_once(options)
     loaded = load(options, say)
     if options.batch is not None:
-        return 1 if answer_all(loaded, options, sys.stdout, say) else 0
+        return 1 if answer_batch(loaded, options, sys.stdout, say) else 0
     if options.prompt is None and sys.stdin.isatty():
         converse(loaded, options, sys.stdout, say)
         return 0

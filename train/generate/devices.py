@@ -7,14 +7,14 @@ from train.generate.options import Source
 from train.processes.devices import make_virtual
 
 
-def share(options: Source) -> int:
+def num_parts(options: Source) -> int:
     """The number of equal parts into which requests are divided."""
     return options.devices * options.microbatches
 
 
-def check_share(options: Source) -> None:
+def check_at_once(options: Source) -> None:
     """Raise a ConfigError if --at-once cannot be divided."""
-    parts = share(options)
+    parts = num_parts(options)
     if options.at_once % parts:
         near = -(-options.at_once // parts) * parts
         raise ConfigError(

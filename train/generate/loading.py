@@ -30,7 +30,7 @@ from train.state.fingerprint import fingerprint_on_host
 
 
 @dataclasses.dataclass(frozen=True)
-class Loaded:
+class LoadedModel:
     """A model to generate with.
 
     Attributes:
@@ -39,7 +39,7 @@ class Loaded:
       config: the model's configuration.
       params: ``params()`` returns the params of a one-stage pipeline, whose leaves are read when they are
         asked for; it raises WeightsError, and so does reading.
-      text: the model's tokenizer.
+      tokenizer: the model's tokenizer.
       stop: the tokens that end a text.
       mtp_after_norm: see ``models.deepseek``.
       earlier: ``earlier()`` loads the run's checkpoint before this one, for use if this one's weights are not
@@ -50,13 +50,13 @@ class Loaded:
     folder: Path
     config: Config
     params: Callable[[], Tree]
-    text: TokenizerLike
+    tokenizer: TokenizerLike
     stop: tuple[int, ...]
     mtp_after_norm: bool
-    earlier: Callable[[], "Loaded"] | None = None
+    earlier: Callable[[], "LoadedModel"] | None = None
 
 
-def load(options: Source, say: Callable[[str], None]) -> Loaded:
+def load(options: Source, say: Callable[[str], None]) -> LoadedModel:
     """Find the model that ``options.source`` names, and read everything but its weights.
 
     Raises:
@@ -69,13 +69,13 @@ def load(options: Source, say: Callable[[str], None]) -> Loaded:
         return _from_run(folder, options, say)
     if options.step is not None:
         raise ConfigError(f"--step {options.step}: {folder} is no run: it has no {FOLDER}")
-    return _from_folder(folder, options)
+    return _from_weights(folder, options)
 
 
 def find(source: Path | None, runs: Path = Path("runs")) -> Path:
     """The folder that ``source`` names, or of the newest run. Raises ConfigError if there is none."""
     if source is None:
-        saved = [path.parent for path in runs.glob(f"*/{FOLDER}") if _steps(path)]
+        saved = [path.parent for path in runs.glob(f"*/{FOLDER}") if _checkpoints(path)]
         if not saved:
             raise ConfigError(
                 f"there is no run with a checkpoint in {runs}: scripts/train makes one, or name a folder"
@@ -87,60 +87,62 @@ def find(source: Path | None, runs: Path = Path("runs")) -> Path:
     raise ConfigError(f"{source}: there is no such folder, nor {runs / source}")
 
 
-def _steps(folder: Path) -> list[Path]:
+def _checkpoints(folder: Path) -> list[Path]:
     """A run's checkpoints, the newest first."""
     return sorted((p for p in folder.iterdir() if p.name.isdigit()), key=lambda p: -int(p.name))
 
 
-def _from_run(folder: Path, options: Source, say: Callable[[str], None]) -> Loaded:
-    steps = _steps(folder / FOLDER)
+def _from_run(folder: Path, options: Source, say: Callable[[str], None]) -> LoadedModel:
+    steps = _checkpoints(folder / FOLDER)
     if options.step is not None:
         steps = [path for path in steps if int(path.name) == options.step]
     if not steps:
         what = "checkpoint" if options.step is None else f"step {options.step}"
-        there = ", ".join(path.name for path in _steps(folder / FOLDER)) or "none"
+        there = ", ".join(path.name for path in _checkpoints(folder / FOLDER)) or "none"
         raise CheckpointError(f"{folder}: there is no {what} in {folder / FOLDER}, only {there}")
-    return _newest(folder, steps, options, say)
+    return _first_usable(folder, steps, options, say)
 
 
-def _newest(folder: Path, steps: Sequence[Path], options: Source, say: Callable[[str], None]) -> Loaded:
+def _first_usable(
+    folder: Path, steps: Sequence[Path], options: Source, say: Callable[[str], None]
+) -> LoadedModel:
     """The first of ``steps`` whose checkpoint can be used."""
     if not steps:
         raise CheckpointError(f"none of the checkpoints in {folder / FOLDER} is whole")
     path, *rest = steps
-    earlier = functools.partial(_newest, folder, rest, options, say)
+    earlier = functools.partial(_first_usable, folder, rest, options, say)
     try:
         config, _, facts = native.open_lazily(path)
     except WeightsError as error:
-        say(not_whole(error))
+        say(unusable_warning(error))
         return earlier()
-    vocabulary = _vocabulary(folder, facts, options)
+    vocabulary = _find_vocabulary(folder, facts, options)
     trained = model_config(apply(TrainConfig(), facts["options"], f"{path}: options"))
     config = dataclasses.replace(config, compute_dtype=trained.compute_dtype)
-    return Loaded(
+    return LoadedModel(
         f"{folder}, step {path.name}",
         folder,
-        _in_precision(config, options),
-        lambda: native.open_lazily(path, _damage)[1],
-        _OfVocabulary(vocabulary),
+        _with_precision(config, options),
+        lambda: native.open_lazily(path, _find_damage)[1],
+        VocabularyTokenizer(vocabulary),
         (vocabulary.separator,),
         mtp_after_norm=False,
         earlier=earlier,
     )
 
 
-def not_whole(error: WeightsError) -> str:
+def unusable_warning(error: WeightsError) -> str:
     """The warning about a checkpoint that cannot be used."""
     return f"warning: {error.where}: {error.complaints[0]}; trying an earlier step"
 
 
-def _in_precision(config: Config, options: Source) -> Config:
+def _with_precision(config: Config, options: Source) -> Config:
     if options.precision == "as-is":
         return config
     return dataclasses.replace(config, compute_dtype=jnp.dtype(options.precision))
 
 
-def _damage(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[str]:
+def _find_damage(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[str]:
     saved = facts.get("fingerprints", {})
     return [
         f"{name} is not what was saved"
@@ -149,7 +151,7 @@ def _damage(facts: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> list[
     ]
 
 
-def _vocabulary(folder: Path, facts: Mapping[str, Any], options: Source) -> Vocabulary:
+def _find_vocabulary(folder: Path, facts: Mapping[str, Any], options: Source) -> Vocabulary:
     """The vocabulary that the run was trained with, found by its fingerprint in the places where it may still be."""
     data = facts["options"]["data"]
     named = (
@@ -157,7 +159,7 @@ def _vocabulary(folder: Path, facts: Mapping[str, Any], options: Source) -> Voca
     )
     for name in (None, *named):
         with contextlib.suppress(DataError, OSError):
-            vocabulary = _vocabulary_of(name)
+            vocabulary = _open_vocabulary(name)
             if vocabulary.fingerprint == facts["tokenizer"]:
                 return vocabulary
     looked = " or ".join(str(name) for name in named if name) or "what the run names"
@@ -166,7 +168,7 @@ def _vocabulary(folder: Path, facts: Mapping[str, Any], options: Source) -> Voca
     )
 
 
-def _vocabulary_of(name: str | Path | None) -> Vocabulary:
+def _open_vocabulary(name: str | Path | None) -> Vocabulary:
     if name is None:
         return BYTES
     if is_prepared(Path(name)):
@@ -174,7 +176,7 @@ def _vocabulary_of(name: str | Path | None) -> Vocabulary:
     return open_vocabulary(str(name))
 
 
-class _OfVocabulary:
+class VocabularyTokenizer:
     """The trainer's vocabulary as a ``TokenizerLike``: without the separator that it puts after documents."""
 
     def __init__(self, vocabulary: Vocabulary):
@@ -192,7 +194,7 @@ class _OfVocabulary:
         return bytes_of(self._vocabulary.name_of(token), self.decode([token]))
 
 
-def _from_folder(folder: Path, options: Source) -> Loaded:
+def _from_weights(folder: Path, options: Source) -> LoadedModel:
     settings: Mapping[str, Any]
     if (folder / "config.json").is_file():
         opened: Callable[[], tuple[Any, ...]] = functools.partial(
@@ -204,32 +206,35 @@ def _from_folder(folder: Path, options: Source) -> Loaded:
         settings = opened()[2].get("published", {})
     config = opened()[0]
     generation = folder / "generation_config.json"
-    own = read_settings(generation) if generation.is_file() else {}
-    ends = {*_tokens(folder / "config.json", settings), *_tokens(generation, own)}
-    where = options.tokenizer or folder
-    where = where.parent if where.is_file() else where
-    text: TokenizerLike = ByteTokenizer()
-    if (where / "tokenizer.json").is_file():
-        tokenizer = weights.load_tokenizer(where)
-        text = tokenizer
-        ends |= set() if tokenizer.eos is None else {tokenizer.eos}
+    generation_settings = read_settings(generation) if generation.is_file() else {}
+    end_tokens = {
+        *_end_tokens(folder / "config.json", settings),
+        *_end_tokens(generation, generation_settings),
+    }
+    tokenizer_folder = options.tokenizer or folder
+    tokenizer_folder = tokenizer_folder.parent if tokenizer_folder.is_file() else tokenizer_folder
+    tokenizer: TokenizerLike = ByteTokenizer()
+    if (tokenizer_folder / "tokenizer.json").is_file():
+        loaded_tokenizer = weights.load_tokenizer(tokenizer_folder)
+        tokenizer = loaded_tokenizer
+        end_tokens |= set() if loaded_tokenizer.eos is None else {loaded_tokenizer.eos}
     elif config.vocab != 256 or options.tokenizer:
         raise ConfigError(
-            f"{where}: there is no tokenizer.json, and a model of {config.vocab} tokens is not one of bytes: "
-            "--tokenizer FILE says where it is"
+            f"{tokenizer_folder}: there is no tokenizer.json, and a model of {config.vocab} tokens is not one of "
+            "bytes: --tokenizer FILE says where it is"
         )
-    return Loaded(
+    return LoadedModel(
         str(folder),
         folder,
-        _in_precision(config, options),
+        _with_precision(config, options),
         lambda: opened()[1],
-        text,
-        tuple(sorted(ends)),
+        tokenizer,
+        tuple(sorted(end_tokens)),
         mtp_after_norm=True,
     )
 
 
-def _tokens(file: Path, settings: Mapping[str, Any]) -> set[int]:
+def _end_tokens(file: Path, settings: Mapping[str, Any]) -> set[int]:
     """The tokens that end texts, according to a file of settings."""
     found = settings.get("eos_token_id")
     tokens = [] if found is None else found if isinstance(found, list) else [found]

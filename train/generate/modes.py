@@ -22,26 +22,28 @@ from models.decode import Completion, Engine, Limits, PrefixFolder, RequestError
 from models.decode.text import Detokenizer
 from models.weights import WeightsError
 from train.config import ConfigError
-from train.generate.devices import share
-from train.generate.loading import Loaded, not_whole
+from train.generate.devices import num_parts
+from train.generate.loading import LoadedModel, unusable_warning
 from train.generate.options import Options, Source
 
-TYPED = 1024
+DEFAULT_POSITIONS = 1024
 """The number of positions of a request for prompts that are not known yet."""
 
 Say = Callable[[str], None]
 
 
-_KINDS: Mapping[str, type] = {"max_tokens": int, "temperature": float, "top_p": float, "seed": int}
+_PARAM_TYPES: Mapping[str, type] = {"max_tokens": int, "temperature": float, "top_p": float, "seed": int}
 
 
-def params_of(options: Options, loaded: Loaded, given: Mapping[str, Any] | None = None) -> SamplingParams:
+def params_of(
+    options: Options, loaded: LoadedModel, given: Mapping[str, Any] | None = None
+) -> SamplingParams:
     """The sampling parameters of a prompt; those in ``given`` replace the options'."""
-    values = {name: getattr(options, name) for name in _KINDS} | dict(given or {})
+    values = {name: getattr(options, name) for name in _PARAM_TYPES} | dict(given or {})
     return SamplingParams(stop=loaded.stop, **values)
 
 
-def make_engine(loaded: Loaded, options: Source, max_requests: int, positions: int, say: Say) -> Engine:
+def make_engine(loaded: LoadedModel, options: Source, max_requests: int, positions: int, say: Say) -> Engine:
     """Read the weights and make the engine that serves them.
 
     Args:
@@ -66,20 +68,24 @@ def make_engine(loaded: Loaded, options: Source, max_requests: int, positions: i
             f"give one of {shared}"
         )
     room = options.context or -(-positions // 64) * 64
-    limits = Limits(-(-max_requests // share(options)) * share(options), room)
+    limits = Limits(-(-max_requests // num_parts(options)) * num_parts(options), room)
     mesh = None if options.devices == 1 else make_mesh(1, options.devices)
     dispatch = Dispatch() if mesh is None else Dispatch(axis_name=EP)
     model = decoder(loaded.config, dispatch=dispatch, mtp_after_norm=loaded.mtp_after_norm)
-    kept, warn = None, lambda text: say(f"warning: {text}")
-    how: dict[str, Any] = {"drafts": options.drafts, "mesh": mesh, "microbatches": options.microbatches}
+    prefixes, warn = None, lambda text: say(f"warning: {text}")
+    engine_options: dict[str, Any] = {
+        "drafts": options.drafts,
+        "mesh": mesh,
+        "microbatches": options.microbatches,
+    }
     try:
         if options.prefix_cache is not None:
-            kept = PrefixFolder(options.prefix_cache, options.prefix_bytes, warn)
-        engine = Engine(model, loaded.params(), limits, prefixes=kept, **how)
+            prefixes = PrefixFolder(options.prefix_cache, options.prefix_bytes, warn)
+        engine = Engine(model, loaded.params(), limits, prefixes=prefixes, **engine_options)
     except WeightsError as error:
         if loaded.earlier is None:
             raise
-        say(not_whole(error))
+        say(unusable_warning(error))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     except jax.errors.JaxRuntimeError as error:
@@ -90,15 +96,15 @@ def make_engine(loaded: Loaded, options: Source, max_requests: int, positions: i
             "smaller --context, beyond which prompts are refused, or a smaller --at-once or --max-tokens"
         ) from None
     else:
-        numbers = (
+        description = (
             f"{loaded.config.num_layers} layers, {loaded.config.vocab} tokens, {room} positions a request"
         )
-        say(f"{loaded.name}: {numbers}" + (f", {options.devices} devices" if mesh is not None else ""))
+        say(f"{loaded.name}: {description}" + (f", {options.devices} devices" if mesh is not None else ""))
         return engine
     return make_engine(loaded.earlier(), options, max_requests, positions, say)
 
 
-def complete(loaded: Loaded, options: Options, prompt: str, out: TextIO, say: Say) -> None:
+def complete(loaded: LoadedModel, options: Options, prompt: str, out: TextIO, say: Say) -> None:
     """Write the text that follows a prompt while it is generated.
 
     Raises:
@@ -109,16 +115,16 @@ def complete(loaded: Loaded, options: Options, prompt: str, out: TextIO, say: Sa
     _stream(engine, loaded, options, tokens, out, say)
 
 
-def _encode(loaded: Loaded, prompt: str) -> np.ndarray:
+def _encode(loaded: LoadedModel, prompt: str) -> np.ndarray:
     try:
-        return loaded.text.encode(prompt)
+        return loaded.tokenizer.encode(prompt)
     except UnicodeEncodeError as error:
         raise RequestError(f"the prompt is not a text of Unicode: {error}") from None
 
 
-def converse(loaded: Loaded, options: Options, out: TextIO, say: Say) -> None:
+def converse(loaded: LoadedModel, options: Options, out: TextIO, say: Say) -> None:
     """Continue each line that is typed, until the input ends; Ctrl-C ends an answer."""
-    engine = make_engine(loaded, options, 1, TYPED, say)
+    engine = make_engine(loaded, options, 1, DEFAULT_POSITIONS, say)
     say("a line is a prompt; Ctrl-C ends an answer, Ctrl-D this")
     while True:
         sys.stderr.write("> ")
@@ -127,7 +133,7 @@ def converse(loaded: Loaded, options: Options, out: TextIO, say: Say) -> None:
         if not line:
             return
         try:
-            with _noted() as interrupts:
+            with _caught_interrupts() as interrupts:
                 tokens = _encode(loaded, line.rstrip("\n"))
                 _stream(engine, loaded, options, tokens, out, say, interrupts)
         except RequestError as error:
@@ -135,37 +141,37 @@ def converse(loaded: Loaded, options: Options, out: TextIO, say: Say) -> None:
 
 
 @contextmanager
-def _noted() -> Iterator[list[int]]:
+def _caught_interrupts() -> Iterator[list[int]]:
     """Collect Ctrl-C in a list, because an exception in the middle of a step would lose the cache."""
-    notes: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, frame: notes.append(number))
+    interrupts: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
-        yield notes
+        yield interrupts
     finally:
         signal.signal(signal.SIGINT, before)
 
 
 def _stream(
     engine: Engine,
-    loaded: Loaded,
+    loaded: LoadedModel,
     options: Options,
     tokens: np.ndarray,
     out: TextIO,
     say: Say,
     interrupts: Sequence[int] = (),
 ) -> None:
-    stream, began = Detokenizer(loaded.text.decode), time.monotonic()
-    fresh: list[int] = []
+    stream, began = Detokenizer(loaded.tokenizer.decode), time.monotonic()
+    new_tokens: list[int] = []
     first: float | None = None
-    number = engine.add(tokens, params_of(options, loaded), fresh.append)
+    number = engine.add(tokens, params_of(options, loaded), new_tokens.append)
     ended: list[Completion] = []
     while engine.busy:
         ended += engine.step()
-        if fresh and first is None:
+        if new_tokens and first is None:
             first = time.monotonic()
-        out.write("".join(map(stream.push, fresh)))
+        out.write("".join(map(stream.push, new_tokens)))
         out.flush()
-        fresh.clear()
+        new_tokens.clear()
         if interrupts:
             engine.cancel(number)
     out.write(stream.finish() + "\n")
@@ -174,10 +180,10 @@ def _stream(
     if one.error:
         raise RequestError(one.error)
     now = time.monotonic()
-    say(_told(one, (first or now) - began, now - (first or now)))
+    say(_summary(one, (first or now) - began, now - (first or now)))
 
 
-def _told(one: Completion, waited: float, took: float) -> str:
+def _summary(one: Completion, waited: float, took: float) -> str:
     rate = f", then {(len(one.tokens) - 1) / took:,.1f} tokens/s" if len(one.tokens) > 1 and took > 0 else ""
     drafts = f"; {one.num_accepted} of {one.num_drafted} drafts right" if one.num_drafted else ""
     known = f"; {one.num_reused} of the prompt's were known" if one.num_reused else ""
@@ -186,7 +192,7 @@ def _told(one: Completion, waited: float, took: float) -> str:
 
 
 @dataclasses.dataclass
-class _Asked:
+class _BatchLine:
     """A line of the file, its tokens and sampling parameters if it can be served, and its answer once it is known."""
 
     given: dict[str, Any]
@@ -194,7 +200,7 @@ class _Asked:
     answer: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def answer_all(loaded: Loaded, options: Options, out: TextIO, say: Say) -> int:
+def answer_batch(loaded: LoadedModel, options: Options, out: TextIO, say: Say) -> int:
     """Answer each line of a file; a line that cannot be served gets an error as its answer and harms no other.
 
     Returns:
@@ -204,39 +210,39 @@ def answer_all(loaded: Loaded, options: Options, out: TextIO, say: Say) -> int:
       ConfigError: the file cannot be read.
     """
     assert options.batch is not None
-    asked = [_read(line, loaded, options) for line in _lines(options.batch)]
-    good = [(one, *one.request) for one in asked if one.request is not None]
+    lines = [_parse_line(line, loaded, options) for line in _read_lines(options.batch)]
+    good = [(one, *one.request) for one in lines if one.request is not None]
     needs = [len(tokens) + params.max_tokens for _, tokens, params in good]
     engine = make_engine(loaded, options, max(1, min(options.at_once, len(good))), max(needs, default=1), say)
-    by_number: dict[int, _Asked] = {}
+    by_number: dict[int, _BatchLine] = {}
     began, num_tokens, written, num_known = time.monotonic(), 0, 0, 0
-    with _bar(len(asked)) as show:
+    with _progress_bar(len(lines)) as show:
 
-        def note(token: int) -> None:
+        def count_token(token: int) -> None:
             nonlocal num_tokens
             num_tokens += 1
 
         for one, tokens, params in good:
             try:
-                by_number[engine.add(tokens, params, note)] = one
+                by_number[engine.add(tokens, params, count_token)] = one
             except RequestError as error:
                 one.answer = {"error": str(error)}
-        while written < len(asked):
+        while written < len(lines):
             for ended in engine.step():
-                by_number[ended.id].answer = _answer(ended, loaded)
+                by_number[ended.id].answer = _answer_of(ended, loaded)
                 num_known += ended.num_reused
-            while written < len(asked) and (answer := asked[written].answer):
-                text = json.dumps(asked[written].given | answer, ensure_ascii=False)
+            while written < len(lines) and (answer := lines[written].answer):
+                text = json.dumps(lines[written].given | answer, ensure_ascii=False)
                 # A line may hold half a surrogate pair: it is written as JSON's escape.
                 out.write(text.encode(errors="backslashreplace").decode() + "\n")
                 out.flush()
                 written += 1
-            show(sum(bool(one.answer) for one in asked), num_tokens / (time.monotonic() - began))
+            show(sum(bool(one.answer) for one in lines), num_tokens / (time.monotonic() - began))
     took = time.monotonic() - began
-    failed = sum("error" in one.answer for one in asked)
-    drafts = sum(one.answer.get("num_accepted", 0) for one in asked)
+    failed = sum("error" in one.answer for one in lines)
+    drafts = sum(one.answer.get("num_accepted", 0) for one in lines)
     say(
-        f"{how_many(len(asked), 'prompt')}, {failed} failed; {how_many(num_tokens, 'token')} in {took:.1f} s, "
+        f"{how_many(len(lines), 'prompt')}, {failed} failed; {how_many(num_tokens, 'token')} in {took:.1f} s, "
         f"{num_tokens / took:,.1f} tokens/s"
         + (f"; {drafts} drafts right" if options.drafts else "")
         + (f"; {num_known} of the prompts' tokens were known" if num_known else "")
@@ -244,36 +250,40 @@ def answer_all(loaded: Loaded, options: Options, out: TextIO, say: Say) -> int:
     return failed
 
 
-def _read(line: str, loaded: Loaded, options: Options) -> _Asked:
+def _parse_line(line: str, loaded: LoadedModel, options: Options) -> _BatchLine:
     try:
         given = json.loads(line)
     except ValueError as error:
-        return _Asked({}, answer={"error": f"not JSON: {error}"})
+        return _BatchLine({}, answer={"error": f"not JSON: {error}"})
     if not isinstance(given, dict) or not isinstance(given.get("prompt"), str):
-        return _Asked({}, answer={"error": 'must be an object with a text, {"prompt": TEXT}'})
+        return _BatchLine({}, answer={"error": 'must be an object with a text, {"prompt": TEXT}'})
     try:
-        own = {name: _number(name, given[name], kind) for name, kind in _KINDS.items() if name in given}
-        return _Asked(given, (loaded.text.encode(given["prompt"]), params_of(options, loaded, own)))
+        own = {
+            name: _parse_number(name, given[name], kind)
+            for name, kind in _PARAM_TYPES.items()
+            if name in given
+        }
+        return _BatchLine(given, (loaded.tokenizer.encode(given["prompt"]), params_of(options, loaded, own)))
     except (TypeError, ValueError, OverflowError) as error:
-        return _Asked(given, answer={"error": str(error)})
+        return _BatchLine(given, answer={"error": str(error)})
 
 
-def _number(name: str, value: Any, kind: type) -> Any:
+def _parse_number(name: str, value: Any, kind: type) -> Any:
     """The number in JSON; a TypeError if it would have to be rounded or is a text."""
     if type(value) not in (int, kind):
         raise TypeError(f"{name} is {value!r}, must be {'a whole' if kind is int else 'a'} number")
     return kind(value)
 
 
-def _answer(one: Completion, loaded: Loaded) -> dict[str, Any]:
-    found: dict[str, Any] = {"text": loaded.text.decode(one.tokens), "finish_reason": one.finish_reason}
+def _answer_of(one: Completion, loaded: LoadedModel) -> dict[str, Any]:
+    found: dict[str, Any] = {"text": loaded.tokenizer.decode(one.tokens), "finish_reason": one.finish_reason}
     found["num_tokens"] = len(one.tokens)
     if one.num_drafted:
         found |= {"num_drafted": one.num_drafted, "num_accepted": one.num_accepted}
     return found | ({"error": one.error} if one.error else {})
 
 
-def _lines(file: Path) -> list[str]:
+def _read_lines(file: Path) -> list[str]:
     try:
         text = sys.stdin.read() if str(file) == "-" else file.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -282,7 +292,7 @@ def _lines(file: Path) -> list[str]:
 
 
 @contextmanager
-def _bar(total: int) -> Iterator[Callable[[int, float], None]]:
+def _progress_bar(total: int) -> Iterator[Callable[[int, float], None]]:
     """A progress bar on standard error, shown only if that is a terminal and standard output is not one."""
     columns = TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}")
     hidden = sys.stdout.isatty() or not sys.stderr.isatty()

@@ -16,10 +16,10 @@ from dualpipe_jax.ranges import NotBelowZero, NotNegative
 from models.serve import Chat, HttpLimits, Runner, Served, bind, make_app, serve
 from models.weights import Tokenizer, WeightsError
 from train.config import ConfigError
-from train.generate.devices import check_share, find_devices
-from train.generate.ending import exit_code, say
-from train.generate.loading import Loaded, load
-from train.generate.modes import TYPED, make_engine
+from train.generate.devices import check_at_once, find_devices
+from train.generate.exit_codes import run_command, say
+from train.generate.loading import LoadedModel, load
+from train.generate.modes import DEFAULT_POSITIONS, make_engine
 from train.generate.options import Source, check
 
 DESCRIPTION = """Serve a model over HTTP as OpenAI's completions: POST /v1/completions and, where the weights have a
@@ -29,7 +29,7 @@ There is no encryption, and without --api-key whoever reaches the address may as
 end; what has not within --grace seconds is told so."""
 
 LOOPBACK = "127.0.0.1", "localhost", "::1"
-_KEY = "DUALPIPE_API_KEY"
+_KEY_VARIABLE = "DUALPIPE_API_KEY"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if arguments is None else arguments
     options = read(Options, "scripts/serve", words, description=DESCRIPTION)
-    return exit_code(lambda: start(options))
+    return run_command(lambda: start(options))
 
 
 def start(options: Options) -> int:
@@ -96,11 +96,11 @@ def start(options: Options) -> int:
         raise ConfigError(str(error)) from None
     check(options)
     find_devices(options)
-    check_share(options)
+    check_at_once(options)
     keys, hosts = _keys(options), _hosts(options)
     if not 0 <= options.port < 2**16:
         raise ConfigError(f"--port {options.port}: must be 0 to 65535")
-    with _of_address(options):
+    with _address_errors(options):
         bound = bind(options.host, options.port)  # before the weights are read, because the port may be taken
     with bound:
         host, port = bound.getsockname()[:2]
@@ -108,10 +108,10 @@ def start(options: Options) -> int:
             lacks = "encryption, so keys can be read on the way" if keys else "key and no encryption"
             say(f"warning: whoever reaches {host} may ask: there is no {lacks}")
         loaded = load(options, say)
-        chat = _chat(loaded)
-        engine = make_engine(loaded, options, options.at_once, TYPED, say)
+        chat = _make_chat(loaded)
+        engine = make_engine(loaded, options, options.at_once, DEFAULT_POSITIONS, say)
         engine.compile()
-        with _of_address(options):
+        with _address_errors(options):
             bound.listen()
         runner = Runner(engine, options.max_waiting)
         name = options.name or loaded.folder.resolve().name
@@ -120,7 +120,7 @@ def start(options: Options) -> int:
             logging.getLogger("uvicorn").addHandler(logging.StreamHandler())
             logging.getLogger("uvicorn").propagate = False
         code = serve(
-            make_app(runner, Served(name, loaded.text, loaded.stop, chat), limits, hosts, keys),
+            make_app(runner, Served(name, loaded.tokenizer, loaded.stop, chat), limits, hosts, keys),
             runner,
             bound,
             limits=limits,
@@ -134,7 +134,7 @@ def start(options: Options) -> int:
 
 
 @contextlib.contextmanager
-def _of_address(options: Options) -> Iterator[None]:
+def _address_errors(options: Options) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -146,15 +146,16 @@ def _of_address(options: Options) -> Iterator[None]:
 def _keys(options: Options) -> tuple[str, ...]:
     """The keys that requests may carry. Raises ConfigError for an empty key, which may come from a missing
     secret and would let everybody in, and for one with white space at an end."""
-    more = os.environ.get(_KEY)
+    more = os.environ.get(_KEY_VARIABLE)
     keys = options.api_key if more is None else (*options.api_key, more)
     if not all(key.strip() for key in keys):
         raise ConfigError(
-            f"a key is empty: give --api-key a text and {_KEY}, too, or leave both out to let in all"
+            f"a key is empty: give --api-key a text and {_KEY_VARIABLE}, too, or leave both out to let in all"
         )
     if any(key != key.strip() for key in keys):
         raise ConfigError(
-            f"a key of --api-key or {_KEY} has white space at an end, which HTTP takes off what is sent: leave it out"
+            f"a key of --api-key or {_KEY_VARIABLE} has white space at an end, which HTTP takes off what is sent: "
+            "leave it out"
         )
     return keys
 
@@ -172,12 +173,12 @@ def _hosts(options: Options) -> Sequence[str] | None:
     return (*LOOPBACK, *options.allow_host) if options.host in LOOPBACK else options.allow_host or None
 
 
-def _chat(loaded: Loaded) -> Chat | None:
-    text = loaded.text
-    if not isinstance(text, Tokenizer) or text.chat_template is None:
+def _make_chat(loaded: LoadedModel) -> Chat | None:
+    tokenizer = loaded.tokenizer
+    if not isinstance(tokenizer, Tokenizer) or tokenizer.chat_template is None:
         return None
     try:
-        return Chat(text.chat_template, text.special, text.encode_as_it_is)
+        return Chat(tokenizer.chat_template, tokenizer.special, tokenizer.encode_as_it_is)
     except ValueError as error:
         raise WeightsError(loaded.folder, [str(error)]) from None
 

@@ -26,7 +26,7 @@ from train.config import TrainConfig
 from train.data.vocabulary import BYTES, open_vocabulary
 from train.generate.__main__ import main
 from train.generate.loading import load
-from train.generate.modes import _read, make_engine
+from train.generate.modes import _parse_line, make_engine
 from train.generate.options import Options
 from train.state.facts import at_step, describe
 from train.state.fingerprint import fingerprints
@@ -211,7 +211,7 @@ def test_a_run_has_its_own_tokenizer(tmp_path, capsys):
     checkpoint(run, 1, tokenizer=vocabulary.fingerprint)
     (tmp_path / "own.json").unlink()
     found = load(Options(source=run), print)
-    assert found.text.encode("a").tolist() == [0] and found.stop == (1,)
+    assert found.tokenizer.encode("a").tolist() == [0] and found.stop == (1,)
 
 
 def test_folders_without_what_is_needed(tmp_path, capsys):
@@ -277,13 +277,15 @@ def test_a_line_that_will_not_do_harms_no_other(tmp_path, capsys):
     ],
 )
 def test_numbers_of_a_line_are_taken_as_they_are_or_refused(given, message):
-    asked = _read(f'{{"prompt": "x", {given}}}', SimpleNamespace(text=ByteTokenizer(), stop=()), Options())
+    asked = _parse_line(
+        f'{{"prompt": "x", {given}}}', SimpleNamespace(tokenizer=ByteTokenizer(), stop=()), Options()
+    )
     assert (asked.request, asked.answer) == (None, {"error": message})
 
 
 def test_whole_numbers_are_temperatures():
     line = '{"prompt": "x", "temperature": 1, "top_p": 1, "seed": 7, "max_tokens": 2}'
-    asked = _read(line, SimpleNamespace(text=ByteTokenizer(), stop=()), Options())
+    asked = _parse_line(line, SimpleNamespace(tokenizer=ByteTokenizer(), stop=()), Options())
     assert asked.request[1] == SamplingParams(2, 1.0, 1.0, 7)
 
 

@@ -11,7 +11,7 @@ from train.data import DataError
 from train.errors import CheckpointError
 
 
-def exit_code(start: Callable[[], int]) -> int:
+def run_command(start: Callable[[], int]) -> int:
     """Return what ``start()`` returns; if it raises one of these errors, print it and return the error's exit code."""
     logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax logs there what users need not know
     try:
