@@ -19,7 +19,7 @@ from dualpipe_jax.pods.dryrun import compile_with, draw, lower_part
 from dualpipe_jax.pods.program import Blueprint, abstract_mesh
 from dualpipe_jax.schedule import dualpipe, dualpipe_v, interleaved_1f1b_overlap, lower, one_f_one_b
 from dualpipe_jax.schedule.lowering.unit_key import SCOPE
-from train.pods.training import step_of
+from train.pods.training import step_program
 from train.state.layout import Layout
 from train.state.sharing import share_out
 from train.step import make_optimizer, make_update
@@ -49,7 +49,7 @@ def blueprint(
     schedule = make(NUM_PP, MICROBATCHES)
     optimizer = make_optimizer(1e-3, clip=1.0, weight_decay=0.1, moments=moments)
     layout = Layout(model_of(make, dtype), schedule, mesh, optimizer, shard)
-    return Blueprint(step_of(layout, (MICROBATCHES, SIZE, SEQ)), schedule, mesh, **options)
+    return Blueprint(step_program(layout, (MICROBATCHES, SIZE, SEQ)), schedule, mesh, **options)
 
 
 def users(**changes):

@@ -83,14 +83,14 @@ SMALL |= dict(dispatch="capacity", capacity_factor=1.5)
 def plan_of(what, requests=None, **program):
     target = Target.parse("v5e:2x4")
     request = Request(Plan(**(SMALL | program)), str(target), what, requests=requests)
-    return serving.draw(request, target, jax.devices())
+    return serving.build_step(request, target, jax.devices())
 
 
 @pytest.mark.parametrize(("what", "rows", "tokens"), [("prefill", 128, 128), ("decode", 128, 1)])
 def test_a_step_has_the_settings_asked_for(what, rows, tokens):
     plan = plan_of(what)
     assert (plan.num_rows, plan.num_tokens, plan.table_size) == (rows, tokens, 2)
-    assert plan.mesh.shape["ep"] == 8 and plan.numbers.num_layers == 2 and not plan.numbers.num_dense_layers
+    assert plan.mesh.shape["ep"] == 8 and plan.config.num_layers == 2 and not plan.config.num_dense_layers
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_settings_that_do_not_fit_are_refused(what, options, message):
         plan_of(what, **options)
 
 
-@pytest.mark.parametrize("what", serving.WHAT)
+@pytest.mark.parametrize("what", serving.SERVING_STEPS)
 def test_two_microbatches_take_turns(what):
     """A layer's dispatch and combine, of two halves, in two layers: each with a barrier behind it."""
     text = serving.lower(plan_of(what, requests=4), overlap=True).as_text(debug_info=False)

@@ -42,7 +42,7 @@ from dualpipe_jax.schedule import (
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from tests.engine import models as small
 from train.model import count_parameters, model_flops, size
-from train.pods.training import optimizer_of, step_of
+from train.pods.training import optimizer_of, step_program
 from train.state.layout import Layout
 
 
@@ -139,7 +139,7 @@ def test_units_are_found_and_priced_in_a_compiled_program():
     numbers = models.byte(num_layers=2, num_dense_layers=0)
     model = models.deepseek(numbers, 2, ep_axis="ep", dispatch="capacity", capacity_factor=1.0)
     mesh = make_mesh(2, 2)
-    program = step_of(Layout(model, schedule, mesh, optimizer_of()), (6, 2, 8))
+    program = step_program(Layout(model, schedule, mesh, optimizer_of()), (6, 2, 8))
     program = dataclasses.replace(program, pipeline={**program.pipeline, "idle_sends": True})  # as on pods
     module = read(ahead.lower_units(Blueprint(program, schedule, mesh), ("FB", "W")).compile())
     assert len(bodies_of(module, "FB")) == len(bodies_of(module, "W")) == 1

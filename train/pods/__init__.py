@@ -9,11 +9,11 @@ from train.pods import training
 
 def named(name: str) -> Any:
     """The function that makes a model's programs; ``dualpipe dryrun --program v3`` asks for it."""
-    return functools.partial(training.make, name)
+    return functools.partial(training.make_training_step, name)
 
 
-def study(*asked: Any) -> Answer:
+def study(*arguments: Any) -> Answer:
     """The answer about a step of serving, see ``train.pods.serving.study``."""
     from train.pods import serving
 
-    return serving.study(*asked)
+    return serving.study(*arguments)

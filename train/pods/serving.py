@@ -31,7 +31,7 @@ from models.decode.experts import weight_specs
 from models.decode.programs import BLOCKS, ROWS, in_one_batch, in_two_microbatches, jit_step
 from train.model import check_eight_bits, in_precision, size
 
-WHAT = "prefill", "decode"
+SERVING_STEPS = "prefill", "decode"
 """The steps of serving that can be compiled."""
 
 PREFILL_TOKENS, DECODE_REQUESTS = 16384, 128
@@ -41,7 +41,7 @@ NUM_LAYERS, BLOCK_SIZE = 4, 64
 """The number of layers that are compiled by default, all with experts, and the positions of a block of the
 cache."""
 
-MICROBATCHES = {"forward": ("microbatch A", "A"), "backward": ("microbatch B", "B")}
+MICROBATCH_NAMES = {"forward": ("microbatch A", "A"), "backward": ("microbatch B", "B")}
 """The names of the inspector's two directions here: the first half of the rows and the second."""
 
 Tree = Any
@@ -52,8 +52,8 @@ class ServingStep:
     """A step of serving on a mesh.
 
     Attributes:
-      what: the kind of step, one of ``WHAT``.
-      numbers: the model's configuration.
+      what: the kind of step, one of ``SERVING_STEPS``.
+      config: the model's configuration.
       model: the model's functions.
       mesh: the mesh, with the axis "ep".
       num_rows: the number of requests per device.
@@ -62,7 +62,7 @@ class ServingStep:
     """
 
     what: str
-    numbers: models.Config
+    config: models.Config
     model: Decoder
     mesh: Mesh
     num_rows: int
@@ -81,12 +81,12 @@ def study(
     if target is None or devices is None:
         raise ValueError(f"--what {request.compile}: give a --target, whose compiler is asked")
     say(f"drawing {request.compile}")
-    step = draw(request, target, devices)
-    told = dataclasses.replace(request.plan, ep=step.mesh.shape[EP])
-    return Answer(describe(target), told, compiled=compile_and_read(request, step, target, say))
+    step = build_step(request, target, devices)
+    actual_plan = dataclasses.replace(request.plan, ep=step.mesh.shape[EP])
+    return Answer(describe(target), actual_plan, compiled=compile_and_read(request, step, target, say))
 
 
-def draw(request: Request, target: Target, devices: Sequence[Any]) -> ServingStep:
+def build_step(request: Request, target: Target, devices: Sequence[Any]) -> ServingStep:
     """Find the sizes of the step and build its model.
 
     Raises:
@@ -94,10 +94,10 @@ def draw(request: Request, target: Target, devices: Sequence[Any]) -> ServingSte
     """
     plan, what = request.plan, request.compile
     plan.check()
-    numbers = serving_numbers(plan)
-    if numbers.num_experts % len(devices):
+    config = serving_config(plan)
+    if config.num_experts % len(devices):
         raise ValueError(
-            f"--target {target}: {len(devices)} devices do not share {numbers.num_experts} experts equally"
+            f"--target {target}: {len(devices)} devices do not share {config.num_experts} experts equally"
         )
     check_eight_bits(plan, devices[0])
     if plan.sequence % BLOCK_SIZE:
@@ -108,7 +108,7 @@ def draw(request: Request, target: Target, devices: Sequence[Any]) -> ServingSte
     if num_rows % 2:
         raise ValueError(f"--requests {num_rows}: two microbatches must share them equally")
     model = decoder(
-        numbers,
+        config,
         dispatch=models.Dispatch(plan.dispatch, plan.room, EP, plan.dispatch_payload),
         kernels=models.Kernels(plan.attention, plan.matmul),
         fresh=what == "prefill",
@@ -116,10 +116,10 @@ def draw(request: Request, target: Target, devices: Sequence[Any]) -> ServingSte
     )
     num_tokens = 1 if what == "decode" else plan.sequence
     mesh = make_mesh(1, len(devices), devices)
-    return ServingStep(what, numbers, model, mesh, num_rows, num_tokens, plan.sequence // BLOCK_SIZE)
+    return ServingStep(what, config, model, mesh, num_rows, num_tokens, plan.sequence // BLOCK_SIZE)
 
 
-def serving_numbers(plan: Plan) -> models.Config:
+def serving_config(plan: Plan) -> models.Config:
     """The model's configuration with a few layers, none of which is dense unless that is asked for."""
     changes = {"num_dense_layers": 0} | plan.changes
     return in_precision(size(plan.model, plan.layers_per_stage or NUM_LAYERS, changes), plan)
@@ -129,7 +129,7 @@ def lower(step: ServingStep, *, overlap: bool) -> Any:
     """Lower the layers of a step: in two microbatches that overlap, or in one of all rows."""
     mesh, num_devices = step.mesh, step.mesh.shape[EP]
 
-    def laid(tree: Tree, specs: Any) -> Tree:
+    def abstract_arrays(tree: Tree, specs: Any) -> Tree:
         if isinstance(specs, PartitionSpec):
             specs = jax.tree.map(lambda _: specs, tree)
         return jax.tree.map(
@@ -140,16 +140,16 @@ def lower(step: ServingStep, *, overlap: bool) -> Any:
             specs,
         )
 
-    params = jax.eval_shape(models.deepseek(step.numbers, 1).init, jax.random.key(0))
+    params = jax.eval_shape(models.deepseek(step.config, 1).init, jax.random.key(0))
     weights = jax.eval_shape(step.model.prepare, params)
     num_rows = step.num_rows * num_devices
     num_blocks = num_rows * step.table_size
-    cache = jax.eval_shape(functools.partial(init_cache, step.numbers, num_blocks, BLOCK_SIZE))
-    number, shape = np.zeros(num_rows, np.int32), (num_rows, step.num_tokens)
+    cache = jax.eval_shape(functools.partial(init_cache, step.config, num_blocks, BLOCK_SIZE))
+    per_row, shape = np.zeros(num_rows, np.int32), (num_rows, step.num_tokens)
     rows = Rows(
         jax.ShapeDtypeStruct(shape, jnp.int32),  # type: ignore[arg-type]
-        number,
-        number,
+        per_row,
+        per_row,
         jax.ShapeDtypeStruct((num_rows, step.table_size), jnp.int32),  # type: ignore[arg-type]
     )
     # Prompts are whole, so no half attends to the other. The head is left out: a model has only one, which
@@ -160,7 +160,11 @@ def lower(step: ServingStep, *, overlap: bool) -> Any:
         if overlap
         else functools.partial(in_one_batch, forward)
     )
-    arguments = laid(weights, weight_specs(weights)), laid(cache, BLOCKS), (laid(rows, ROWS),)
+    arguments = (
+        abstract_arrays(weights, weight_specs(weights)),
+        abstract_arrays(cache, BLOCKS),
+        (abstract_arrays(rows, ROWS),),
+    )
     return jit_step(run, mesh).lower(*arguments)
 
 
@@ -176,7 +180,7 @@ def compile_and_read(
         step.what,
         f"{request.plan.model}, {step.what}, ep {step.mesh.shape[EP]} on {target}",
         say,
-        MICROBATCHES,
+        MICROBATCH_NAMES,
         forward=(r"\bmicrobatch_a\b",),
         backward=(r"\bmicrobatch_b\b",),
     )
@@ -186,7 +190,7 @@ def compile_and_read(
     names = {_cache_name(step)}
     found = read(step.what, module, report, made.memory, names, options=made.options, seconds=made.seconds)
     named = (
-        dataclasses.replace(row, direction=MICROBATCHES.get(row.direction or "", ("", "both"))[1])
+        dataclasses.replace(row, direction=MICROBATCH_NAMES.get(row.direction or "", ("", "both"))[1])
         for row in found.all_to_alls
     )
     units = {UnitKey(step.what): unit_of(report, module, module.entry)}
@@ -197,5 +201,5 @@ def compile_and_read(
 
 def _cache_name(step: ServingStep) -> str:
     blocks = step.num_rows * step.table_size
-    shape = jax.eval_shape(functools.partial(init_cache, step.numbers, blocks, BLOCK_SIZE))
+    shape = jax.eval_shape(functools.partial(init_cache, step.config, blocks, BLOCK_SIZE))
     return ahead.array_name({"bfloat16": "bf16", "float32": "f32"}[str(shape.dtype)], shape.shape)
