@@ -12,11 +12,11 @@ from dualpipe_jax.arguments import UnfitError
 from train.checks import check, check_alone
 from train.config import ConfigError, TrainConfig, make_schedule
 from train.data import DataError
-from train.errors import BEREFT, DIVERGED, FAILED, CheckpointError, DivergedError, Stopped, is_of_others
+from train.errors import DIVERGED, FAILED, PEER_LOST, CheckpointError, DivergedError, Stopped, is_peer_lost
 from train.options import Command, parse
 from train.processes.devices import set_devices
-from train.processes.launch import Launch, initialize, recognise
-from train.processes.pulse import WATCHER, Pulse
+from train.processes.heartbeat import WATCHER, Heartbeat
+from train.processes.launch import Launch, detect_launch, initialize
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,13 +29,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return start(parse(arguments))
     except Exception as error:
-        return told(error)
+        return report_error(error)
     except KeyboardInterrupt:
         print("interrupted; what was saved before stays, and metrics.jsonl keeps the steps", file=sys.stderr)
         return 130
 
 
-def told(error: Exception) -> int:
+def report_error(error: Exception) -> int:
     """Print on stderr how a run ended, and return the exit code. Unexpected errors are raised again."""
     match error:
         case Stopped():
@@ -60,7 +60,7 @@ def start(command: Command) -> int:
     if command.check is not None:
         return check_run(command.check)
     if command.compare or command.report:
-        return look_back(command)
+        return compare_or_report(command)
     config = command.options
     check(config)
     make_schedule(config)
@@ -68,7 +68,7 @@ def start(command: Command) -> int:
         from train.processes.supervise import supervise
 
         return supervise(config, resume=command.resume)
-    launch = recognise(config.launch)
+    launch = detect_launch(config.launch)
     if launch is None:
         check_alone(config)
     set_devices(config, num_processes=launch.num_processes or 1 if launch else 1)
@@ -84,16 +84,18 @@ def start(command: Command) -> int:
 def train(config: TrainConfig, launch: Launch | None, *, resume: bool) -> None:
     """Train in this process, which is one of several if ``launch`` is given."""
     watcher = os.environ.get(WATCHER)
-    pulse = Pulse(int(watcher) if watcher else None, config.launch.patience, watched=launch is not None)
+    heartbeat = Heartbeat(
+        int(watcher) if watcher else None, config.launch.patience, watched=launch is not None
+    )
     if launch is not None:
         initialize(launch, config.launch)
     from rich.console import Console
 
-    from train.processes.group import Processes, joined
+    from train.processes.group import Processes, connected_processes
     from train.run import run
 
-    processes = Processes(pulse=pulse) if launch is None else joined(pulse)
-    run(config, processes.console(Console()), processes, resume=resume)
+    processes = Processes(heartbeat=heartbeat) if launch is None else connected_processes(heartbeat)
+    run(config, processes.console_if_leader(Console()), processes, resume=resume)
     processes.leave()
 
 
@@ -105,9 +107,9 @@ def end_at_once(error: BaseException, launch: Launch) -> None:
         print(f"error: {error}", file=sys.stderr)
     else:
         try:
-            code = told(error) if isinstance(error, Exception) else 130
+            code = report_error(error) if isinstance(error, Exception) else 130
         except Exception:
-            code = BEREFT if is_of_others(error) else FAILED
+            code = PEER_LOST if is_peer_lost(error) else FAILED
             traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -117,7 +119,7 @@ def end_at_once(error: BaseException, launch: Launch) -> None:
     os._exit(code)
 
 
-def look_back(command: Command) -> int:
+def compare_or_report(command: Command) -> int:
     """Compare finished runs, or write the report of one run. Returns the exit code: 1 if compared runs differ, else 0.
 
     Raises:

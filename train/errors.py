@@ -16,8 +16,8 @@ class Stopped(Exception):
       code: the exit code of the process.
     """
 
-    def __init__(self, told: str, code: int):
-        super().__init__(told)
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
         self.code = code
 
 
@@ -27,10 +27,10 @@ DIVERGED = 3
 FAILED = 70
 """Exit code of one process of several after an unexpected error; starting again may help."""
 
-BEREFT = 71
+PEER_LOST = 71
 """Exit code of one process of several that noticed that another process was gone, which is the one that failed."""
 
 
-def is_of_others(error: BaseException) -> bool:
+def is_peer_lost(error: BaseException) -> bool:
     """Whether an error means that another process is gone, judged by its text: collectives raise no narrower type."""
     return any(name in str(error) for name in ("Gloo", "NCCL", "coordination service"))

@@ -11,7 +11,7 @@ import models
 from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.schedule import Schedule
 from train.data import Batch
-from train.processes.group import batch_sharding, share_out
+from train.processes.group import batch_sharding, make_global_batch
 
 Tree = Any
 
@@ -55,7 +55,7 @@ def make_evaluate(
         def draw(rows: tuple[slice, ...]) -> Tree:
             return jax.tree.map(lambda values: values[rows], whole)
 
-        return share_out(draw, weights.shape, batch_sharding(mesh))
+        return make_global_batch(draw, weights.shape, batch_sharding(mesh))
 
     def evaluate(params: Tree) -> float:
         sums = [jax.device_get(total(params, counted(batch, weights))) for batch, weights in batches]

@@ -72,7 +72,7 @@ def _write(folder: Path, this: Run, state: TrainState, processes: Processes) -> 
     new, numbers = _new(folder), model_config(this.config, this.corpus.vocab)
     if processes.leads:
         this.corpus.vocabulary.write(_make(new))
-    processes.meet()
+    processes.barrier()
     models.weights.save(
         new,
         numbers,
@@ -82,7 +82,7 @@ def _write(folder: Path, this: Run, state: TrainState, processes: Processes) -> 
         dtype=_dtype(numbers),
         extra={"eos_token_id": this.corpus.vocabulary.separator},
     )
-    processes.meet()
+    processes.barrier()
     if processes.leads:
         os.rename(new, folder)
 

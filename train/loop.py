@@ -69,10 +69,10 @@ def train(
     display = Display(console, num_steps, config.log.every, first + 1)
     with display, Stop(processes.signals) as stop, Prefetch(draw, first, num_steps) as ahead:
         while step < num_steps:
-            processes.pulse.step(step + 1, compiles=step == first or this.compiles(step))
+            processes.heartbeat.step(step + 1, compiles=step == first or this.compiles(step))
             watch.begin(step)
             started = time.perf_counter()
-            with stragglers.host():
+            with stragglers.timing_host_work():
                 batch = ahead.get(step)
             state, on_device = this.update(state, batch)
             metrics = jax.device_get(on_device)
@@ -97,7 +97,7 @@ def train(
             due = last or bool(stop.signal) or checkpoints.due(step + 1)
             reason, due = processes.decide((trouble.reason(record), due))
             if reason is not None:
-                processes.pulse.phase("going back")
+                processes.heartbeat.phase("going back")
                 state = go_back(this, checkpoints, reason, trouble)
                 back = int(state.step)
                 if balancer is not None:
@@ -113,16 +113,16 @@ def train(
             if balancer is not None:
                 balancer.add(metrics["counts"])
                 if balancer.due(step) and not last:
-                    processes.pulse.phase("rebalancing")
+                    processes.heartbeat.phase("rebalancing")
                     state, moved = balancer.rebalance(state, step)
                     file.write(moved)
             if config.log.eval_every and step % config.log.eval_every == 0 and not last:
-                processes.pulse.phase("evaluating")
+                processes.heartbeat.phase("evaluating")
                 found = this.held_out(state.params)
                 file.write({"step": step, **found})
                 say(console, f"held-out loss at step {step}: {found['heldout_loss']:.3f} nats")
             if due:
-                processes.pulse.phase(f"saving step {step}")
+                processes.heartbeat.phase(f"saving step {step}")
                 own = None if balancer is None else balancer.saved()
                 kept = {
                     **carried,

@@ -24,7 +24,7 @@ from train.figures.trackers import Tracker, Trackers
 from train.loop import train
 from train.model import count_parameters, describe_dispatch, has_selection_bias, model_config
 from train.options import in_todays_sections, plain
-from train.processes.group import Processes, common
+from train.processes.group import Processes, common_facts
 from train.recipe import describe as describe_recipe
 from train.report import write_report
 from train.setup import Run, prepare
@@ -50,13 +50,13 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
     config = this.config
     if processes.leads:
         check_export(config, model_config(config, this.corpus.vocab))
-    processes.agree(common(config, this.corpus.fingerprint))
+    processes.check_equal(common_facts(config, this.corpus.fingerprint))
     processes.connect(this.layout.mesh)
 
     def note(text: str) -> None:
         say(console, text)
 
-    with processes.entering(claimed(config, resume=resume)) as folder:
+    with processes.entered_by_leader(claimed(config, resume=resume)) as folder:
         config = dataclasses.replace(config, name=folder.name)
         this = dataclasses.replace(this, config=config)
         layout, numbers = this.layout, model_config(config, this.corpus.vocab)
@@ -130,7 +130,7 @@ def conclude(
     first, carried = int(state.step), dict(checkpoints.restored.get("carried", {}))
     # Nothing was restored, or the checkpoint is of an earlier trainer, which kept these in metrics.jsonl alone.
     if not carried:
-        carried["before"], carried["skipped"] = processes.first(
+        carried["before"], carried["skipped"] = processes.broadcast(
             lambda: (held_out_before(kept), skipped_before(kept))
         )
     say(console, "\ncompiling ...")
@@ -148,7 +148,7 @@ def conclude(
     say(console, f"held-out loss {place}: {before:.3f} nats per {unit}")
     with closing(watch_run(this, folder, int(state.step), processes.leads)) as watch:
         state = train(this, state, file, console, checkpoints, watch, processes, carried)
-    processes.pulse.phase("evaluating")
+    processes.heartbeat.phase("evaluating")
     if this.config.log.profile:
         say(console, read_profile(this, state, folder, processes.leads))
     found = this.held_out(state.params)
@@ -172,7 +172,7 @@ def going_on(folder: Path, num_steps: int) -> list[str]:
 
 
 def export_weights(this: Run, state: TrainState, console: Console, processes: Processes) -> None:
-    processes.pulse.phase("exporting")
+    processes.heartbeat.phase("exporting")
     if (told := export(this, state, processes)) is not None:
         say(console, told)
 

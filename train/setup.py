@@ -22,7 +22,7 @@ from train.data import Batch, Corpus, open_corpus
 from train.evaluate import make_evaluate
 from train.model import has_selection_bias, make_model, refuse_eight_bits
 from train.processes.devices import too_few_devices
-from train.processes.group import batch_sharding, refuse_idle, share_out
+from train.processes.group import batch_sharding, make_global_batch, refuse_idle
 from train.progress import Progress
 from train.recipe import follow, of_run
 from train.state.layout import Layout, TrainState
@@ -83,7 +83,7 @@ class Run:
         shape = self.recipe.batch_size(step) // size, size, sequence
         begin = (progress or Progress(self.recipe)).read(step)
         draw = functools.partial(self.corpus.train_batch, self.config.seed, step, shape, begin=begin)
-        return share_out(draw, shape[:2], batch_sharding(self.layout.mesh))
+        return make_global_batch(draw, shape[:2], batch_sharding(self.layout.mesh))
 
     def compiles(self, step: int) -> bool:
         """Whether ``step`` is the first one, or its batch has another size than that of the step before."""

@@ -18,17 +18,17 @@ def wait_for_all(name: str) -> None:
     _client().wait_at_barrier(name, PATIENCE_MS)
 
 
-def tell(key: str, value: str) -> None:
+def set_value(key: str, value: str) -> None:
     """Store a value under a key for other processes. A key can be used once."""
     _client().key_value_set(key, value)
 
 
-def hear(key: str) -> str:
+def wait_for_value(key: str) -> str:
     """The value that a process stored under a key; waits until it is there."""
     return _client().blocking_key_value_get(key, PATIENCE_MS)
 
 
-def forget(key: str) -> None:
+def delete_value(key: str) -> None:
     """Delete the value of a key, or all values below a key that ends in a slash."""
     _client().key_value_delete(key)
 

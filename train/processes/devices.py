@@ -8,11 +8,11 @@ from dualpipe_jax.ynnpack import YNNPACK
 from train.config import ConfigError, TrainConfig
 
 # Virtual devices share the cores, so on a busy machine a collective waits long for the last device.
-_PATIENCE = (
+_COLLECTIVE_TIMEOUTS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=120",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
-_BFLOAT16 = f"--{YNNPACK}="
+_NO_YNNPACK = f"--{YNNPACK}="
 """The flag that turns YNNPACK off. Its products of bfloat16 in float32 wait, for minutes, for threads that the permutes
 of other devices hold. And from JAX 0.11 on, XLA leaves gradients of bfloat16 matrices to it that it does not support,
 and then sums them in bfloat16."""
@@ -37,7 +37,7 @@ def set_devices(
     needed, rest = divmod(config.step.num_devices, num_processes)
     if rest:
         raise ConfigError(
-            f"{asked_devices(config)}: {config.step.num_devices} devices cannot be shared out equally over "
+            f"{device_flags(config)}: {config.step.num_devices} devices cannot be shared out equally over "
             f"{num_processes} processes"
         )
     environ["JAX_PLATFORMS"] = "cpu"
@@ -61,19 +61,19 @@ def make_virtual(
     """
     flags = environ.get("XLA_FLAGS", "")
     counts = _DEVICE_COUNT.findall(flags)
-    ours = [] if counts else [f"--xla_force_host_platform_device_count={needed}", *_PATIENCE]
-    if bfloat16 and _BFLOAT16 not in flags:
-        ours.append(_BFLOAT16)
+    ours = [] if counts else [f"--xla_force_host_platform_device_count={needed}", *_COLLECTIVE_TIMEOUTS]
+    if bfloat16 and _NO_YNNPACK not in flags:
+        ours.append(_NO_YNNPACK)
     environ["XLA_FLAGS"] = " ".join([*flags.split(), *ours])
     return int(counts[-1]) if counts else needed
 
 
 def too_few_devices(config: TrainConfig, num_found: int, source: str = "JAX finds") -> str:
     """The error message if there are too few devices for dp x pp x ep."""
-    needed = f"{asked_devices(config)}: needs {config.step.num_devices} devices"
+    needed = f"{device_flags(config)}: needs {config.step.num_devices} devices"
     return f"{needed}, but {source} {num_found}; lower --pp or --ep"
 
 
-def asked_devices(config: TrainConfig) -> str:
+def device_flags(config: TrainConfig) -> str:
     step = config.step
     return f"--pp {step.pp} --ep {step.ep}" + (f" --dp {step.dp}" if step.dp > 1 else "")

@@ -21,14 +21,14 @@ from dualpipe_jax.parallel.mesh import batch_spec
 from train.config import ConfigError, TrainConfig
 from train.options import plain
 from train.processes import coordination
-from train.processes.pulse import Pulse
+from train.processes.heartbeat import Heartbeat
 
 Rows = tuple[slice, ...]
 Batch = TypeVar("Batch")
 Json = TypeVar("Json")
 
 VERSIONS = ("jax", "jaxlib", "numpy", "optax", "flax", "orbax-checkpoint")
-OWN_OPTIONS = ("process_id", "coordinator_bind")
+PER_PROCESS_OPTIONS = ("process_id", "coordinator_bind")
 
 
 class Processes:
@@ -39,71 +39,71 @@ class Processes:
     Attributes:
       id: the number of this process, from 0.
       count: the number of processes.
-      pulse: the signs of life of this process.
+      heartbeat: the signs of life of this process.
     """
 
-    def __init__(self, id: int = 0, count: int = 1, pulse: Pulse | None = None):
+    def __init__(self, id: int = 0, count: int = 1, heartbeat: Heartbeat | None = None):
         self.id, self.count = id, count
-        self.pulse = Pulse(watched=False) if pulse is None else pulse
-        self._meetings = self._decisions = self._asked = 0
+        self.heartbeat = Heartbeat(watched=False) if heartbeat is None else heartbeat
+        self._calls = self._decisions = self._stop_checks = 0
 
     @property
     def leads(self) -> bool:
         """Whether this process prints and writes."""
         return self.id == 0
 
-    def console(self, console: Console) -> Console:
+    def console_if_leader(self, console: Console) -> Console:
         """``console`` for the process that prints, a silent one for the others."""
         return console if self.leads else Console(quiet=True)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all processes have called this. Runs nothing on a device."""
         if self.count > 1:
-            coordination.wait_for_all(f"train/{self._number()}")
+            coordination.wait_for_all(f"train/{self._next_number()}")
 
-    def first(self, value: Callable[[], Json]) -> Json:
+    def broadcast(self, value: Callable[[], Json]) -> Json:
         """The result of ``value()`` on process 0, which alone calls it, for all processes: a JSON value."""
         if self.count == 1:
             return value()
-        key = f"train/{self._number()}"
+        key = f"train/{self._next_number()}"
         if self.leads:
-            coordination.tell(key, json.dumps(value()))
-        return json.loads(coordination.hear(key))
+            coordination.set_value(key, json.dumps(value()))
+        return json.loads(coordination.wait_for_value(key))
 
     @contextlib.contextmanager
-    def entering(self, context: AbstractContextManager[Path]) -> Iterator[Path]:
+    def entered_by_leader(self, context: AbstractContextManager[Path]) -> Iterator[Path]:
         """Yield the path that a context yields, which process 0 alone enters, on all processes."""
         with context if self.leads else contextlib.nullcontext(Path()) as path:
-            yield Path(self.first(lambda: str(path)))
+            yield Path(self.broadcast(lambda: str(path)))
 
-    def decide(self, asked: Json) -> Json:
-        """The value of ``asked`` on process 0: a JSON value; tuples become lists.
+    def decide(self, proposed: Json) -> Json:
+        """The value of ``proposed`` on process 0: a JSON value; tuples become lists.
 
         All processes decide by it, because their clocks differ. Call it once a step, after the step's own collectives.
         """
         if self.count == 1:
-            return asked
+            return proposed
         self._decisions += 1
         name = "train/decision/{}".format
         if self.leads:
-            coordination.tell(name(self._decisions), json.dumps(asked))
+            coordination.set_value(name(self._decisions), json.dumps(proposed))
             # All processes have finished this step, so all have read the decision before.
-            coordination.forget(name(self._decisions - 1))
-        return json.loads(coordination.hear(name(self._decisions)))
+            coordination.delete_value(name(self._decisions - 1))
+        return json.loads(coordination.wait_for_value(name(self._decisions)))
 
     def gather(self, value: Json) -> list[Json]:
         """The values of all processes, in their order, on process 0; [] on the others. A value is a JSON value."""
         if self.count == 1:
             return [value]
-        key = f"train/{self._number()}"
+        key = f"train/{self._next_number()}"
         if not self.leads:
-            coordination.tell(f"{key}/{self.id}", json.dumps(value))
+            coordination.set_value(f"{key}/{self.id}", json.dumps(value))
             return []
-        others = [json.loads(coordination.hear(f"{key}/{other}")) for other in range(1, self.count)]
-        coordination.forget(f"{key}/")
+        others = [json.loads(coordination.wait_for_value(f"{key}/{other}")) for other in range(1, self.count)]
+        coordination.delete_value(f"{key}/")
         return [value, *others]
 
-    def agree(self, facts: Mapping[str, str]) -> None:
+    def check_equal(self, facts: Mapping[str, str]) -> None:
         """Check that all processes have the same facts.
 
         Nothing else would notice: JAX raises no error for arrays that differ from process to process.
@@ -112,14 +112,14 @@ class Processes:
           ConfigError: on every process, if facts differ; it names them and the process.
         """
         found = self.gather(dict(facts))
-        verdict = self.first(lambda: "\n".join(differences(found)))
+        verdict = self.broadcast(lambda: "\n".join(differences(found)))
         if verdict:
             raise ConfigError(f"the processes would not train the same model:\n{verdict}")
 
-    def any(self, problem: str | None) -> str | None:
+    def any_problem(self, problem: str | None) -> str | None:
         """The first problem that a process has, on all processes; None if no process has one."""
         found = self.gather(problem)
-        return self.first(lambda: next((one for one in found if one is not None), None))
+        return self.broadcast(lambda: next((one for one in found if one is not None), None))
 
     @property
     def signals(self) -> tuple[signal.Signals, ...]:
@@ -132,8 +132,8 @@ class Processes:
         With several processes JAX catches SIGTERM. It needs numbers that only grow, but a run that goes back repeats
         some steps, so calls are counted, not steps.
         """
-        self._asked += 1
-        return self.count > 1 and multihost_utils.reached_preemption_sync_point(self._asked)
+        self._stop_checks += 1
+        return self.count > 1 and multihost_utils.reached_preemption_sync_point(self._stop_checks)
 
     def connect(self, mesh: Mesh) -> None:
         """Run one collective in every group of devices of a mesh, in all processes at the same time.
@@ -145,7 +145,7 @@ class Processes:
             return
         axes = mesh.axis_names
 
-        def meet(x: jax.Array) -> jax.Array:
+        def sum_over_groups(x: jax.Array) -> jax.Array:
             groups = (some for size in range(len(axes)) for some in itertools.combinations(axes, size + 1))
             return x + sum(jax.lax.psum(x, group) for group in groups)
 
@@ -153,33 +153,39 @@ class Processes:
         ones = jax.make_array_from_callback(
             (mesh.size,), NamedSharding(mesh, spec), lambda index: np.ones(mesh.size, np.float32)[index]
         )
-        program = jax.jit(jax.shard_map(meet, mesh=mesh, in_specs=spec, out_specs=spec)).lower(ones).compile()
-        self.meet()
+        program = (
+            jax.jit(jax.shard_map(sum_over_groups, mesh=mesh, in_specs=spec, out_specs=spec))
+            .lower(ones)
+            .compile()
+        )
+        self.barrier()
         jax.block_until_ready(program(ones))
 
     def leave(self) -> None:
         """End a run that went well. All processes leave together, so that none takes another one for dead."""
-        self.pulse.phase("leaving")
+        self.heartbeat.phase("leaving")
         if self.count > 1:
             jax.distributed.shutdown()
 
-    def _number(self) -> int:
-        self._meetings += 1
-        return self._meetings
+    def _next_number(self) -> int:
+        self._calls += 1
+        return self._calls
 
 
-def joined(pulse: Pulse) -> Processes:
+def connected_processes(heartbeat: Heartbeat) -> Processes:
     """The processes that ``train.processes.launch.initialize`` brought together."""
-    return Processes(jax.process_index(), jax.process_count(), pulse)
+    return Processes(jax.process_index(), jax.process_count(), heartbeat)
 
 
-def common(config: TrainConfig, corpus: str) -> dict[str, str]:
+def common_facts(config: TrainConfig, corpus: str) -> dict[str, str]:
     """Facts that must be equal in all processes, short enough to be shown. ``corpus`` is the corpus's fingerprint."""
     options = plain(config)
-    options["launch"] = {name: value for name, value in options["launch"].items() if name not in OWN_OPTIONS}
+    options["launch"] = {
+        name: value for name, value in options["launch"].items() if name not in PER_PROCESS_OPTIONS
+    }
     versions = {name: _version(name) for name in VERSIONS}
-    told = {f"option {section}": json.dumps(value, sort_keys=True) for section, value in options.items()}
-    return told | {"corpus": corpus, "Python": platform.python_version()} | versions
+    facts = {f"option {section}": json.dumps(value, sort_keys=True) for section, value in options.items()}
+    return facts | {"corpus": corpus, "Python": platform.python_version()} | versions
 
 
 def differences(found: list[dict[str, str]]) -> list[str]:
@@ -212,7 +218,7 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, batch_spec(mesh))
 
 
-def share_out(draw: Callable[[Rows], Batch], num_rows: tuple[int, int], sharding: Sharding) -> Batch:
+def make_global_batch(draw: Callable[[Rows], Batch], num_rows: tuple[int, int], sharding: Sharding) -> Batch:
     """A batch of global arrays of which each process draws only what its devices hold.
 
     Args:

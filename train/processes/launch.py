@@ -40,7 +40,7 @@ class Launch:
     detection: str | None = None
 
 
-def recognise(asked: LaunchConfig, environ: Environ = os.environ) -> Launch | None:
+def detect_launch(asked: LaunchConfig, environ: Environ = os.environ) -> Launch | None:
     """How this process joins others, by its options and the launcher's environment variables; None if it is alone.
 
     Options win over the environment, and may complete it. A system is recognised by variables that only its launched

@@ -39,7 +39,7 @@ class Stragglers:
         self._probe: Callable[[], float] | None = None
 
     @contextmanager
-    def host(self) -> Iterator[None]:
+    def timing_host_work(self) -> Iterator[None]:
         """A context around work that this process does for a step by itself, such as drawing its batch."""
         began = time.perf_counter()
         try:

@@ -18,18 +18,18 @@ from dualpipe_jax.processes import free_port, gpu_environment, too_few_gpus
 from train.config import ConfigError, LaunchConfig, TrainConfig, configure, make_schedule
 from train.figures.folder import LOCK, held, made, writing
 from train.options import plain
-from train.processes.devices import asked_devices, set_devices
-from train.processes.watcher import Told, run_once
+from train.processes.devices import device_flags, set_devices
+from train.processes.watcher import StopRequests, run_once
 
 
-class Story:
+class EventLog:
     """A log of events, line by line, in a file and on stderr."""
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
 
-    def tell(self, text: str) -> None:
+    def write(self, text: str) -> None:
         # A full disk must not end the run.
         with contextlib.suppress(OSError), self._path.open("a") as file:
             file.write(f"{datetime.now():%Y-%m-%d %H:%M:%S} {text}\n")
@@ -49,7 +49,7 @@ def supervise(config: TrainConfig, *, resume: bool) -> int:
     set_devices(config, {}, num_processes=count)
     if config.launch.devices == "accelerator" and count != needed:
         raise ConfigError(
-            f"--processes {count}: with --devices accelerator each process has one GPU, and {asked_devices(config)} "
+            f"--processes {count}: with --devices accelerator each process has one GPU, and {device_flags(config)} "
             f"needs {needed}: give --processes {needed}"
         )
     if config.launch.devices == "accelerator" and not config.launch.one_gpu and (why := too_few_gpus(count)):
@@ -64,8 +64,8 @@ def supervise(config: TrainConfig, *, resume: bool) -> int:
             return command_lines(config, folder / f"{attempt}", resume=resume or attempt > 0)
 
     # Not the run's own lock: process 0 holds that one, and it is free while processes are started again.
-    with held(of_run, folder / LOCK), Told() as told:
-        return keep_going(config, commands, folder, told)
+    with held(of_run, folder / LOCK), StopRequests() as requests:
+        return run_with_restarts(config, commands, folder, requests)
 
 
 def command_lines(config: TrainConfig, where: Path, *, resume: bool) -> list[list[str]]:
@@ -79,11 +79,11 @@ def command_lines(config: TrainConfig, where: Path, *, resume: bool) -> list[lis
     return [[*line, "--process-id", str(number)] for number in range(count)]
 
 
-def keep_going(
+def run_with_restarts(
     config: TrainConfig,
     commands: Callable[[TrainConfig, int], Sequence[Sequence[str]]],
     folder: Path,
-    told: Told,
+    requests: StopRequests,
 ) -> int:
     """Start all processes, and again when one fails, at most ``--restarts`` times. Returns the exit code.
 
@@ -91,32 +91,32 @@ def keep_going(
       config: the options.
       commands: ``commands(config, attempt)``, a command for each process; attempts count from 0.
       folder: the folder for the log of events and for the output of the processes.
-      told: whether the supervisor was told to stop.
+      requests: whether the supervisor was told to stop.
     """
-    story, most = Story(folder / "story.log"), config.launch.restarts
+    log, most = EventLog(folder / "story.log"), config.launch.restarts
     for attempt in range(most + 1):
         lines = commands(config, attempt)
-        story.tell(
+        log.write(
             f"start {attempt}: {how_many(len(lines), 'process', 'es')}, logs in {folder}/{attempt}.*.log"
         )
-        outcome = run_once(lines, folder / str(attempt), told, os.environ, environment_of(config))
-        story.tell(outcome.why)
+        outcome = run_once(lines, folder / str(attempt), requests, os.environ, own_environment(config))
+        log.write(outcome.why)
         if outcome.code is not None:
             return outcome.code
         if attempt == most:
             break
         if config.launch.shrink:
-            fewer = smaller(config, len(outcome.culprits))
-            story.tell(
+            fewer = without_failed(config, len(outcome.failed))
+            log.write(
                 f"going on with {how_many(fewer.launch.processes or 1, 'process', 'es')}, {fewer.step.layout}"
             )
             config = fewer
-        story.tell(f"restart {attempt + 1} of {most}, from the last good checkpoint")
-    story.tell(f"given up after {how_many(most, 'restart')}")
+        log.write(f"restart {attempt + 1} of {most}, from the last good checkpoint")
+    log.write(f"given up after {how_many(most, 'restart')}")
     return 1
 
 
-def environment_of(config: TrainConfig) -> Callable[[int], Mapping[str, str]]:
+def own_environment(config: TrainConfig) -> Callable[[int], Mapping[str, str]]:
     """A function from a process's number to the environment variables of this process alone. On GPUs they let it use
     the GPU of its number, or let all processes share one."""
     count = config.launch.processes or 1
@@ -125,7 +125,7 @@ def environment_of(config: TrainConfig) -> Callable[[int], Mapping[str, str]]:
     return lambda number: gpu_environment(number, count, one_gpu=config.launch.one_gpu)
 
 
-def smaller(config: TrainConfig, num_lost: int) -> TrainConfig:
+def without_failed(config: TrainConfig, num_lost: int) -> TrainConfig:
     """The options without ``num_lost`` of the processes, at least one, and with fewer pipeline ranks.
 
     Each process keeps its number of devices; dp and ep stay, and layers are distributed anew. The largest number of

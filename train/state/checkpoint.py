@@ -164,14 +164,14 @@ class Checkpoints:
         Raises:
           CheckpointError: the checkpoints are of another run or cannot be read, or none of them is whole.
         """
-        steps: list[int] = self._processes.first(
+        steps: list[int] = self._processes.broadcast(
             lambda: sorted((stored.step for stored in self._store.checkpoints), reverse=True)
         )
         damaged: list[int] = []
         for step in steps:
             where = f"{self._folder / FOLDER / str(step)}"
             admit = functools.partial(self._admit, where)
-            verdict, flat = _read(self._store, step, admit, self._processes.any)
+            verdict, flat = _read(self._store, step, admit, self._processes.any_problem)
             if verdict.problem is None:
                 self._put_aside(step)
                 for text in changes(verdict.facts, self._facts):
@@ -241,14 +241,14 @@ class Checkpoints:
         folder, aside = self._folder / FOLDER, self._folder / ASIDE
         newer = [path for path in folder.iterdir() if path.name.isdigit() and int(path.name) > whole]
         # Until here all processes list the folder as it was.
-        self._processes.meet()
+        self._processes.barrier()
         if not newer:
             return
         if self._processes.leads:
             aside.mkdir(exist_ok=True)
             for path in newer:
                 path.rename(aside / f"{path.name}.{time.time_ns()}")
-        self._processes.meet()
+        self._processes.barrier()
         self._store.reload()
         gone = ", ".join(sorted((path.name for path in newer), key=int))
         self._say(f"warning: put aside in {aside}: step {gone}; going on from step {whole}")

@@ -8,7 +8,7 @@ from train.__main__ import main
 from train.checks import check, check_alone
 from train.config import ConfigError, LaunchConfig, configure
 from train.processes.devices import set_devices
-from train.processes.launch import Launch, bind_address, recognise
+from train.processes.launch import Launch, bind_address, detect_launch
 
 SLURM = {
     "SLURM_JOB_ID": "771",
@@ -50,7 +50,7 @@ def without(environ, *names):
     ids=["a shell", "one task", "sbatch", "mpirun -n 1", "a pod", "one TPU machine", "virtual devices"],
 )
 def test_a_cluster_around_one_process_is_no_launcher(asked, environ):
-    assert recognise(asked, environ) is None
+    assert detect_launch(asked, environ) is None
 
 
 OPTIONS = LaunchConfig(coordinator="10.0.0.5:8476", num_processes=4, process_id=3)
@@ -68,14 +68,14 @@ NAMED = LaunchConfig(coordinator="train-0.train:8476", num_processes=8)
     ],
 )
 def test_launchers_are_recognised(asked, environ, expected):
-    assert recognise(asked, environ) == expected
+    assert detect_launch(asked, environ) == expected
 
 
 def test_open_mpi_5_needs_the_address_alone():
     environ = without(OPEN_MPI, "OMPI_MCA_orte_hnp_uri")
     with pytest.raises(ConfigError, match="Open MPI: --coordinator not known.*Open MPI 5"):
-        recognise(LaunchConfig(), environ)
-    found = recognise(LaunchConfig(coordinator="head:1234"), environ)
+        detect_launch(LaunchConfig(), environ)
+    found = detect_launch(LaunchConfig(coordinator="head:1234"), environ)
     assert found == Launch("Open MPI", "head:1234", 8, 7, "deactivate")
 
 
@@ -89,24 +89,24 @@ def test_open_mpi_5_needs_the_address_alone():
     ],
 )
 def test_tpu_pods_are_left_to_jax(environ):
-    found = recognise(ACCELERATOR, environ)
+    found = detect_launch(ACCELERATOR, environ)
     assert found is not None and found.system == "TPU pod"
     assert (found.coordinator, found.num_processes, found.detection) == (None, None, None)
 
 
 def test_kubernetes_is_asked_by_jax(kubernetes_package):
-    assert recognise(ACCELERATOR, KUBERNETES) == Launch("Kubernetes", None, None, 3, None)
+    assert detect_launch(ACCELERATOR, KUBERNETES) == Launch("Kubernetes", None, None, 3, None)
 
 
 def test_kubernetes_without_its_package_needs_options():
     told = "--coordinator and --num-processes not known.*install 'jax\\[k8s\\]'"
     with pytest.raises(ConfigError, match=told):
-        recognise(ACCELERATOR, KUBERNETES)
+        detect_launch(ACCELERATOR, KUBERNETES)
 
 
 def test_virtual_devices_cannot_wait_for_kubernetes_to_count(kubernetes_package):
     with pytest.raises(ConfigError, match="Kubernetes: --devices cpu .* give --num-processes"):
-        recognise(LaunchConfig(), KUBERNETES)
+        detect_launch(LaunchConfig(), KUBERNETES)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_virtual_devices_cannot_wait_for_kubernetes_to_count(kubernetes_package)
 )  # fmt: skip
 def test_half_an_answer_is_an_error(asked, environ, says):
     with pytest.raises(ConfigError, match=says):
-        recognise(asked, environ)
+        detect_launch(asked, environ)
 
 
 @pytest.mark.parametrize(

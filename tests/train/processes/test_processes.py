@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dualpipe_jax.parallel import make_mesh
 from tests.two_processes import what_both_say
 from train.config import ConfigError, configure
-from train.processes.group import Processes, common, differences, refuse_idle, share_out
+from train.processes.group import Processes, common_facts, differences, make_global_batch, refuse_idle
 from train.processes.stragglers import Stragglers, describe, excess_over_median
 
 SHAPE = (3, 4, 5)
@@ -21,7 +21,7 @@ def test_only_what_devices_hold_is_drawn():
         whole = np.arange(60, dtype=np.int32).reshape(SHAPE)
         return {"inputs": whole[rows], "targets": -whole[rows]}
 
-    batch = share_out(draw, SHAPE[:2], NamedSharding(mesh, PartitionSpec(None, "ep")))
+    batch = make_global_batch(draw, SHAPE[:2], NamedSharding(mesh, PartitionSpec(None, "ep")))
     assert sorted(rows[1].start for rows in drawn) == [0, 1, 2, 3], (
         "once each, though two pipeline ranks hold it"
     )
@@ -31,14 +31,14 @@ def test_only_what_devices_hold_is_drawn():
 
 
 def test_what_differs_is_named_with_who():
-    ours = common(configure(seed=1), "abc")
-    theirs = common(configure(seed=2), "abd")
+    ours = common_facts(configure(seed=1), "abc")
+    theirs = common_facts(configure(seed=2), "abd")
     assert differences([ours, ours]) == []
     assert differences([ours, ours, theirs, theirs]) == [
         "  option seed: 1 on process 0, 2 on process 2 and 1 more",
         "  corpus: abc on process 0, abd on process 2 and 1 more",
     ]
-    assert common(configure(process_id=0), "abc") == common(configure(process_id=1), "abc"), (
+    assert common_facts(configure(process_id=0), "abc") == common_facts(configure(process_id=1), "abc"), (
         "who one is may differ"
     )
 
@@ -52,12 +52,12 @@ def test_a_process_without_devices_of_the_mesh_is_refused():
 
 def test_alone_nothing_waits():
     alone = Processes()
-    alone.meet()
-    alone.agree({"corpus": "abc"})
+    alone.barrier()
+    alone.check_equal({"corpus": "abc"})
     alone.connect(make_mesh(1, 1))
-    assert alone.first(lambda: [1, "a"]) == [1, "a"]
+    assert alone.broadcast(lambda: [1, "a"]) == [1, "a"]
     assert alone.gather("x") == ["x"]
-    assert alone.any("broken") == "broken" and alone.any(None) is None
+    assert alone.any_problem("broken") == "broken" and alone.any_problem(None) is None
     assert alone.decide(True) and not alone.decide(False) and not alone.preempted()
     assert Stragglers(alone, 1).report(1) is None
 
@@ -73,21 +73,21 @@ import json, sys, time
 from pathlib import Path
 process, address, answer = int(sys.argv[1]), *sys.argv[2:]
 from train.config import ConfigError, LaunchConfig
-from train.processes.launch import initialize, recognise
-from train.processes.pulse import Pulse
+from train.processes.launch import initialize, detect_launch
+from train.processes.heartbeat import Heartbeat
 asked = LaunchConfig(coordinator=address, num_processes=2, process_id=process)
-initialize(recognise(asked), asked)
+initialize(detect_launch(asked), asked)
 import jax, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from train.processes.group import joined, share_out
+from train.processes.group import connected_processes, make_global_batch
 from train.processes.stragglers import Stragglers, describe
-processes = joined(Pulse(patience=100.0))
+processes = connected_processes(Heartbeat(patience=100.0))
 told = {"devices": [jax.local_device_count(), jax.device_count()], "id": processes.id}
-told["first"] = processes.first(lambda: {"from": processes.id})
-told["any"] = processes.any("broken" if process else None)
-told["none"] = processes.any(None)
+told["first"] = processes.broadcast(lambda: {"from": processes.id})
+told["any"] = processes.any_problem("broken" if process else None)
+told["none"] = processes.any_problem(None)
 try:
-    processes.agree({"same": "1", "corpus": "abc" if process else "abd"})
+    processes.check_equal({"same": "1", "corpus": "abc" if process else "abd"})
 except ConfigError as error:
     told["differ"] = str(error)
 mesh = jax.make_mesh((2,), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -97,7 +97,7 @@ def draw(rows):
     drawn.append([rows[1].start, rows[1].stop])
     whole = np.arange(24, dtype=np.int32).reshape(2, 4, 3)
     return {"inputs": whole[rows], "positions": -whole[rows]}
-batch = share_out(draw, (2, 4), NamedSharding(mesh, PartitionSpec(None, "ep")))
+batch = make_global_batch(draw, (2, 4), NamedSharding(mesh, PartitionSpec(None, "ep")))
 total = jax.jit(lambda x: x.sum(), out_shardings=NamedSharding(mesh, PartitionSpec()))
 told["drawn"], told["sum"] = drawn, [int(total(batch[name])) for name in ("inputs", "positions")]
 told["decided"] = []
@@ -108,7 +108,7 @@ stragglers = Stragglers(processes, 2)
 real, late = time.perf_counter, 0.0
 time.perf_counter = lambda: real() + late
 for step in (1, 2):
-    with stragglers.host():
+    with stragglers.timing_host_work():
         late += 1000.0 * process
     told["stragglers"] = stragglers.report(step)
 Path(answer).write_text(json.dumps(told))

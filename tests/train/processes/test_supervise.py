@@ -17,9 +17,15 @@ from train.checks import check
 from train.config import ConfigError, configure
 from train.options import parse, resumed
 from train.processes import watcher
-from train.processes.pulse import Pulse
-from train.processes.supervise import command_lines, environment_of, keep_going, smaller, supervise
-from train.processes.watcher import Told, run_once
+from train.processes.heartbeat import Heartbeat
+from train.processes.supervise import (
+    command_lines,
+    own_environment,
+    run_with_restarts,
+    supervise,
+    without_failed,
+)
+from train.processes.watcher import StopRequests, run_once
 
 WORKER = Path(__file__).with_name("toy_worker.py")
 SOON_S = 60
@@ -63,7 +69,7 @@ def test_a_fault_costs_the_steps_since_the_last_checkpoint(
     monkeypatch.setattr(watcher, "SILENT_S", 3.0)  # one that runs has longer, and may be slow
     asked = {"fault": fault, "process": process, "step": 6, "patience": 4.0 if fault == "spin" else None}
     config = configure(processes=2, restarts=1)
-    assert keep_going(config, commands(tmp_path, asked), tmp_path / "logs", Told()) == 0
+    assert run_with_restarts(config, commands(tmp_path, asked), tmp_path / "logs", StopRequests()) == 0
     said = [line for line in capfd.readouterr().out.splitlines() if line.startswith("from")]
     assert said == ["from 0", "from 4"]
     story = (tmp_path / "logs" / "story.log").read_text()
@@ -79,7 +85,12 @@ def test_a_fault_costs_the_steps_since_the_last_checkpoint(
 @pytest.mark.slow
 def test_what_would_only_come_again_is_not_started_again(tmp_path, capfd):
     asked = {"fault": "exit 2", "process": 1, "step": 1}
-    assert keep_going(configure(processes=2), commands(tmp_path, asked), tmp_path / "logs", Told()) == 2
+    assert (
+        run_with_restarts(
+            configure(processes=2), commands(tmp_path, asked), tmp_path / "logs", StopRequests()
+        )
+        == 2
+    )
     said = capfd.readouterr().err
     assert "process 1 gave up (options or data that will not do)" in said
     assert "error: this will not do" in said and "restart" not in said
@@ -89,7 +100,7 @@ def test_what_would_only_come_again_is_not_started_again(tmp_path, capfd):
 def test_fewer_processes_go_on(tmp_path, capfd):
     asked = {"fault": "kill", "process": 1, "step": 5}
     config = configure(processes=2, restarts=1, shrink=True, schedule="one_f_one_b", pp=2, ep=1)
-    assert keep_going(config, commands(tmp_path, asked), tmp_path / "logs", Told()) == 0
+    assert run_with_restarts(config, commands(tmp_path, asked), tmp_path / "logs", StopRequests()) == 0
     captured = capfd.readouterr()
     assert "going on with 1 process, pp 1 x ep 1" in captured.err
     assert [line for line in captured.out.splitlines() if line.startswith("from")] == ["from 0", "from 4"]
@@ -98,20 +109,21 @@ def test_fewer_processes_go_on(tmp_path, capfd):
 def test_a_step_may_take_ten_times_the_median(monkeypatch):
     """And twenty seconds at least; what is compiled may take any time."""
     clock, limits = [0.0], []
-    monkeypatch.setattr("train.processes.pulse.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("train.processes.heartbeat.time.monotonic", lambda: clock[0])
     monkeypatch.setattr(
-        "train.processes.pulse.faulthandler.dump_traceback_later", lambda s, exit: limits.append((s, exit))
+        "train.processes.heartbeat.faulthandler.dump_traceback_later",
+        lambda s, exit: limits.append((s, exit)),
     )
-    monkeypatch.setattr("train.processes.pulse.faulthandler.cancel_dump_traceback_later", limits.clear)
-    pulse = Pulse()
-    pulse.step(1, compiles=True)
+    monkeypatch.setattr("train.processes.heartbeat.faulthandler.cancel_dump_traceback_later", limits.clear)
+    heartbeat = Heartbeat()
+    heartbeat.step(1, compiles=True)
     assert limits == []
     for number, seconds in enumerate((100.0, 1.0, 3.0, 7.0, 4.0), 1):  # the first is that of compiling
         clock[0] += seconds
-        pulse.step(number + 1)
+        heartbeat.step(number + 1)
     assert limits == [(20.0, True), (20.0, True), (20.0, True), (30.0, True), (35.0, True)]
-    pulse.phase("saving step 6")
-    assert limits == [] and Pulse(patience=4.0).limit == 4.0
+    heartbeat.phase("saving step 6")
+    assert limits == [] and Heartbeat(patience=4.0).limit == 4.0
 
 
 QUICK = """
@@ -132,13 +144,13 @@ def test_each_process_on_gpus_takes_its_own(tmp_path):
     show = "import os, sys; print(os.environ.get('JAX_LOCAL_DEVICE_IDS'), file=sys.stderr)"
     config = configure(processes=2, devices="accelerator", pp=2, ep=1)
     lines = [[sys.executable, "-c", show]] * 2
-    assert run_once(lines, tmp_path / "0", Told(), os.environ, environment_of(config)).code == 0
+    assert run_once(lines, tmp_path / "0", StopRequests(), os.environ, own_environment(config)).code == 0
     assert [(tmp_path / f"0.{number}.log").read_text() for number in (0, 1)] == ["0\n", "1\n"]
-    assert environment_of(configure(processes=2))(1) == {}
+    assert own_environment(configure(processes=2))(1) == {}
 
 
 def test_all_processes_share_a_gpu_if_asked():
-    environment = environment_of(configure(processes=2, devices="accelerator", pp=2, ep=1, one_gpu=True))
+    environment = own_environment(configure(processes=2, devices="accelerator", pp=2, ep=1, one_gpu=True))
     assert environment(0) == environment(1) and environment(1)["JAX_LOCAL_DEVICE_IDS"] == "0"
     assert environment(1)["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
     assert float(environment(1)["XLA_PYTHON_CLIENT_MEM_FRACTION"]) < 1 / 2
@@ -211,7 +223,7 @@ def test_what_the_supervisor_cannot_write_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match=f"--runs: cannot write into {tmp_path}/x: Is a directory"):
         supervise(config, resume=False)
     folder = tmp_path / "x" / "processes"
-    assert keep_going(config, lambda *_: quick(0, 0), folder, Told()) == 0
+    assert run_with_restarts(config, lambda *_: quick(0, 0), folder, StopRequests()) == 0
 
 
 SUPERVISES = """
@@ -220,18 +232,18 @@ from pathlib import Path
 from train.config import configure
 from train.processes import supervise
 
-def keep_going(*_):
+def run_with_restarts(*_):
     print("at work", flush=True)
     sys.stdin.read()
 
-supervise.keep_going = keep_going
+supervise.run_with_restarts = run_with_restarts
 supervise.supervise(configure(processes=2, pp=2, ep=1, name="x", runs=Path(sys.argv[1])), resume=True)
 """
 
 
 def test_one_supervisor_at_a_time(tmp_path, monkeypatch):
     """The second is told of the first; of one that was killed nothing stays."""
-    monkeypatch.setattr("train.processes.supervise.keep_going", lambda *_: 7)
+    monkeypatch.setattr("train.processes.supervise.run_with_restarts", lambda *_: 7)
     config = configure(processes=2, pp=2, ep=1, name="x", runs=tmp_path)
     line = [sys.executable, "-c", SUPERVISES, str(tmp_path)]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
@@ -253,7 +265,7 @@ def test_restarts_come_to_an_end(tmp_path, capfd):
         starts.append(attempt)
         return quick(70, 0)
 
-    assert keep_going(configure(processes=2, restarts=2), lines, tmp_path, Told()) == 1
+    assert run_with_restarts(configure(processes=2, restarts=2), lines, tmp_path, StopRequests()) == 1
     assert starts == [0, 1, 2]
     story = (tmp_path / "story.log").read_text()
     assert story.count("process 0 ended with code 70 in its start; then process 1 ended well") == 3
@@ -265,18 +277,18 @@ def test_restarts_come_to_an_end(tmp_path, capfd):
     ("codes", "code"), [((0, 0), 0), ((0, 70), None), ((143, 143), 143), ((2, 70), 2), ((70, 3), 3)]
 )
 def test_codes(tmp_path, codes, code):
-    assert run_once(quick(*codes), tmp_path / "0", Told(), os.environ).code == code
+    assert run_once(quick(*codes), tmp_path / "0", StopRequests(), os.environ).code == code
 
 
 def test_who_raised_or_died_is_told_from_who_noticed(tmp_path):
-    outcome = run_once(quick(71, 70, 71), tmp_path / "0", Told(), os.environ)
-    assert outcome.culprits == (1,)
+    outcome = run_once(quick(71, 70, 71), tmp_path / "0", StopRequests(), os.environ)
+    assert outcome.failed == (1,)
     told = "process 1 ended with code 70 in its start; then process 0 ended with code 71"
     assert outcome.why.startswith(told)
     abort = [sys.executable, "-c", "import os; os.abort()"]  # as JAX does when the coordinator is gone
     killed = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
-    outcome = run_once([abort, killed, *quick(0, 70)[1:]], tmp_path / "1", Told(), os.environ)
-    assert outcome.culprits == (1,)
+    outcome = run_once([abort, killed, *quick(0, 70)[1:]], tmp_path / "1", StopRequests(), os.environ)
+    assert outcome.failed == (1,)
     told = "process 1 died of SIGKILL in its start; then process 0 died of SIGABRT, process 2"
     assert outcome.why.startswith(told)
 
@@ -302,8 +314,8 @@ def test_who_is_stopped_is_told_from_who_waited_too_long(tmp_path, monkeypatch):
     """With a ``--patience`` shorter than a silence has to be, the timer of the process that waits ends that first."""
     monkeypatch.setattr(watcher, "GRACE_S", 0.0)
     lines = [[sys.executable, "-c", code, str(tmp_path / "pid")] for code in (WAITS, STOPS)]
-    outcome = run_once(lines, tmp_path / "0", Told(), os.environ)
-    assert outcome.culprits == (1,)
+    outcome = run_once(lines, tmp_path / "0", StopRequests(), os.environ)
+    assert outcome.failed == (1,)
     assert outcome.why == "process 1 was stopped in its start; then process 0 ended with code 1"
 
 
@@ -321,7 +333,7 @@ def test_who_is_stopped_is_told_from_who_waited_too_long(tmp_path, monkeypatch):
 def test_what_is_left(changes, lost, left):
     whole = dict(ep=2, schedule="one_f_one_b", microbatches=8, stage_layers=(1,) * changes["pp"])
     before = configure(**whole | changes)
-    fewer = smaller(before, lost)
+    fewer = without_failed(before, lost)
     assert fewer.step.stage_layers == (() if fewer != before else before.step.stage_layers), "of other ranks"
     assert (fewer.launch.processes, fewer.step.pp) == left
     assert fewer.step.ep == 2 and fewer.step.microbatches == 8
@@ -340,12 +352,12 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from test_supervise import commands
 from train.config import configure
-from train.processes.supervise import keep_going
-from train.processes.watcher import Told
+from train.processes.supervise import run_with_restarts
+from train.processes.watcher import StopRequests
 folder = Path(sys.argv[2])
-with Told() as told:
+with StopRequests() as requests:
     line = commands(folder, {"fault": None, "process": 0, "step": 0, "pause": 0.5})
-    sys.exit(keep_going(configure(processes=2), line, folder / "logs", told))
+    sys.exit(run_with_restarts(configure(processes=2), line, folder / "logs", requests))
 """
 
 

@@ -15,8 +15,8 @@ import numpy as np
 
 from train.__main__ import end_at_once
 from train.config import ConfigError, LaunchConfig
-from train.processes.launch import initialize, recognise
-from train.processes.pulse import WATCHER, Pulse
+from train.processes.heartbeat import WATCHER, Heartbeat
+from train.processes.launch import detect_launch, initialize
 
 STEPS = 12
 
@@ -40,7 +40,7 @@ def train(processes, asked, folder, once):
     from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
     mesh = Mesh(np.array(jax.devices()), ("pp",))
-    processes.agree({"folder": str(folder)})
+    processes.check_equal({"folder": str(folder)})
     processes.connect(mesh)
     add = jax.jit(
         jax.shard_map(
@@ -55,7 +55,7 @@ def train(processes, asked, folder, once):
     if processes.leads:
         print(f"from {first}", flush=True)
     for step in range(first, STEPS):
-        processes.pulse.step(step + 1, compiles=step == first)
+        processes.heartbeat.step(step + 1, compiles=step == first)
         ones = jax.make_array_from_callback(
             (mesh.size,),
             NamedSharding(mesh, PartitionSpec("pp")),
@@ -67,7 +67,7 @@ def train(processes, asked, folder, once):
         time.sleep(asked.get("pause", 0.02))
         stop = processes.preempted()
         if stop or step % 4 == 3:
-            processes.pulse.phase(f"saving step {step + 1}")
+            processes.heartbeat.phase(f"saving step {step + 1}")
             if processes.leads:
                 new = folder / "saved.new"
                 new.write_text(str(step + 1))
@@ -75,7 +75,7 @@ def train(processes, asked, folder, once):
                     (folder / "struck").touch()
                     os.kill(os.getpid(), signal.SIGKILL)
                 new.rename(saved)
-            processes.meet()
+            processes.barrier()
         if stop:
             from train.errors import Stopped
 
@@ -90,14 +90,16 @@ def main():
     once = not marks.exists()
     marks.touch()
     config = LaunchConfig(coordinator=coordinator, num_processes=int(count), process_id=int(process))
-    launch = recognise(config)
+    launch = detect_launch(config)
     assert launch is not None
     try:
-        pulse = Pulse(int(os.environ[WATCHER]) if WATCHER in os.environ else None, asked.get("patience"))
+        heartbeat = Heartbeat(
+            int(os.environ[WATCHER]) if WATCHER in os.environ else None, asked.get("patience")
+        )
         initialize(launch, config)
-        from train.processes.group import joined
+        from train.processes.group import connected_processes
 
-        processes = joined(pulse)
+        processes = connected_processes(heartbeat)
         train(processes, asked, folder, once)
         processes.leave()
     except BaseException as error:

@@ -16,12 +16,12 @@ from collections import deque
 WATCHER = "TRAIN_PULSE"
 """Environment variable with the number of the file to write to, a pipe that the supervisor reads."""
 
-BEAT_S = 1.0
-SLOWEST_S = 20.0
-TIMES = 10.0
+PERIOD_S = 1.0
+SHORTEST_LIMIT_S = 20.0
+LIMIT_IN_MEDIANS = 10.0
 
 
-class Pulse:
+class Heartbeat:
     """The signs of life of one process, from construction on.
 
     A process whose watcher is gone ends itself: nobody would end it otherwise.
@@ -39,14 +39,14 @@ class Pulse:
         if watcher is not None:
             # Otherwise a watcher that is stopped would stop this process when the pipe is full.
             os.set_blocking(watcher, False)
-            threading.Thread(target=self._beat, daemon=True, name="pulse").start()
+            threading.Thread(target=self._beat, daemon=True, name="heartbeat").start()
 
     def phase(self, what: str) -> None:
         """Tell the watcher what begins now. It may take any time: the timer is off until the next step begins."""
         self._what, self._since = what, time.monotonic()
         if self._watched:
             faulthandler.cancel_dump_traceback_later()
-        self._say()
+        self._send()
 
     def step(self, number: int, *, compiles: bool = False) -> None:
         """Tell the watcher that a step begins, and set the timer, unless the step is compiled first."""
@@ -59,16 +59,20 @@ class Pulse:
         self._what, self._since = f"step {number}", now
         if self._watched:
             faulthandler.dump_traceback_later(self.limit, exit=True)
-        self._say()
+        self._send()
 
     @property
     def limit(self) -> float:
         """Seconds after which the running step counts as stuck."""
         if self._patience is not None:
             return self._patience
-        return max(SLOWEST_S, TIMES * statistics.median(self._steps)) if self._steps else SLOWEST_S
+        return (
+            max(SHORTEST_LIMIT_S, LIMIT_IN_MEDIANS * statistics.median(self._steps))
+            if self._steps
+            else SHORTEST_LIMIT_S
+        )
 
-    def _say(self) -> None:
+    def _send(self) -> None:
         if self._watcher is None:
             return
         try:
@@ -82,5 +86,5 @@ class Pulse:
 
     def _beat(self) -> None:
         while True:
-            time.sleep(BEAT_S)
-            self._say()
+            time.sleep(PERIOD_S)
+            self._send()
