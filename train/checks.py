@@ -47,7 +47,7 @@ def check(config: TrainConfig) -> None:
             "--one-gpu: is for several processes on a GPU; give --processes and --devices accelerator"
         )
     for flag in ("--restarts", "--shrink"):
-        if launch.processes is None and _asks(config, flag):
+        if launch.processes is None and _is_set(config, flag):
             raise ConfigError(
                 f"{flag}: is for processes that --processes starts and watches over; give --processes, or take it out"
             )
@@ -60,14 +60,14 @@ def check(config: TrainConfig) -> None:
 def check_alone(config: TrainConfig) -> None:
     """Raise ConfigError for an option that is only for several processes; called if there is only one process."""
     for flag in ("--patience", "--straggler-every", "--coordinator-bind"):
-        if _asks(config, flag):
+        if _is_set(config, flag):
             raise ConfigError(
                 f"{flag} {option(config, flag)}: is for one of several processes, and this one is alone; give "
                 "--processes, or take it out"
             )
 
 
-def _asks(config: TrainConfig, flag: str) -> bool:
+def _is_set(config: TrainConfig, flag: str) -> bool:
     """Whether an option's value is neither its default nor 0, which turns it off."""
     return option(config, flag) not in (option(TrainConfig(), flag), 0)
 

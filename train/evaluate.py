@@ -48,7 +48,7 @@ def make_evaluate(
         tokens = report.metrics["tokens"]
         return report.losses["lm"] * tokens.astype(report.losses["lm"].dtype), tokens
 
-    def counted(batch: Batch, weights: np.ndarray) -> Tree:
+    def global_batch(batch: Batch, weights: np.ndarray) -> Tree:
         mask = np.broadcast_to(weights[..., None] > 0, batch["targets"].shape)
         whole = {**batch, "mask": mask}
 
@@ -58,7 +58,7 @@ def make_evaluate(
         return make_global_batch(draw, weights.shape, batch_sharding(mesh))
 
     def evaluate(params: Tree) -> float:
-        sums = [jax.device_get(total(params, counted(batch, weights))) for batch, weights in batches]
+        sums = [jax.device_get(total(params, global_batch(batch, weights))) for batch, weights in batches]
         return float(sum(float(loss) for loss, _ in sums) / sum(int(tokens) for _, tokens in sums))
 
     return evaluate

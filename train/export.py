@@ -39,7 +39,7 @@ def check_export(config: TrainConfig, numbers: models.Config) -> None:
         if any(folder.iterdir()):
             raise ConfigError(f"--export {folder}: is not empty; name another folder, or empty it")
         # The same replacement as at the end of the run.
-        os.rename(_make(_new(folder)), folder)
+        os.rename(_make_empty(_unfinished_folder(folder)), folder)
     except OSError as error:
         raise ConfigError(f"--export {folder}: cannot write there: {error.strerror or error}") from None
     except models.weights.WeightsError as error:
@@ -69,9 +69,9 @@ def export(this: Run, state: TrainState, processes: Processes) -> str | None:
 
 
 def _write(folder: Path, this: Run, state: TrainState, processes: Processes) -> None:
-    new, numbers = _new(folder), model_config(this.config, this.corpus.vocab)
+    new, numbers = _unfinished_folder(folder), model_config(this.config, this.corpus.vocab)
     if processes.leads:
-        this.corpus.vocabulary.write(_make(new))
+        this.corpus.vocabulary.write(_make_empty(new))
     processes.barrier()
     models.weights.save(
         new,
@@ -87,11 +87,11 @@ def _write(folder: Path, this: Run, state: TrainState, processes: Processes) -> 
         os.rename(new, folder)
 
 
-def _new(folder: Path) -> Path:
+def _unfinished_folder(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.new")
 
 
-def _make(new: Path) -> Path:
+def _make_empty(new: Path) -> Path:
     # Left by a run that was killed while it wrote.
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()

@@ -8,18 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-class Held(Exception):
+class LockHeld(Exception):
     """Another process holds the file. The message says which process on which machine."""
 
 
 @contextmanager
-def locked(file: Path) -> Iterator[None]:
+def hold_lock(file: Path) -> Iterator[None]:
     """Hold a lock file while the context is open. The system releases it when the process ends, however it ends.
 
     The file's text names the process that held it last. The file stays, so its existence does not mean that it is held.
 
     Raises:
-      Held: another process holds the file.
+      LockHeld: another process holds the file.
       OSError: the file cannot be written.
     """
     # Mode "w" would erase the name of the process that holds it.
@@ -28,7 +28,7 @@ def locked(file: Path) -> Iterator[None]:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             opened.seek(0)
-            raise Held(opened.read() or "another process") from None
+            raise LockHeld(opened.read() or "another process") from None
         opened.truncate(0)
         opened.write(f"process {os.getpid()} on {socket.gethostname()}")
         opened.flush()

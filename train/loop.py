@@ -11,7 +11,7 @@ from rich.console import Console
 from dualpipe_jax.present.numbers import how_many
 from train.data import Batch, Prefetch
 from train.errors import DivergedError, Stopped
-from train.figures.metrics import Display, Pace, say
+from train.figures.metrics import Display, StepTimes, say
 from train.figures.step import expert_load
 from train.figures.trackers import Tracker
 from train.model import model_config
@@ -19,12 +19,12 @@ from train.processes.group import Processes
 from train.processes.stop import Stop
 from train.processes.stragglers import Stragglers
 from train.processes.stragglers import describe as describe_stragglers
-from train.progress import Progress, new_order
+from train.progress import Progress, reordering_warning
 from train.rebalance import make_balancer
 from train.setup import Run
 from train.state.checkpoint import Checkpoints
 from train.state.layout import TrainState
-from train.trouble import Omens, Trouble
+from train.trouble import TroubleDetector, WarningSigns
 from train.watch import Watch
 
 
@@ -42,20 +42,21 @@ def train(
     also a checkpoint.
 
     ``carried`` is what checkpoints keep in addition to the state: "before", the held-out loss at step "since";
-    "skipped", the number of skipped batches; "progress", see ``Progress.saved``; "trouble", see ``Trouble.saved``.
+    "skipped", the number of skipped batches; "progress", see ``Progress.to_json``; "trouble", see
+    ``TroubleDetector.to_json``.
 
     Raises:
       CheckpointError, DivergedError, Stopped: see ``run``.
     """
-    config, pace, first = this.config, Pace(), int(state.step)
+    config, step_times, first = this.config, StepTimes(), int(state.step)
     num_steps, waited, step = config.optimizer.steps, 0.0, first
     carried = carried or {"skipped": 0}
-    trouble, skipped = Trouble(config.log.spike), carried["skipped"]
+    trouble, skipped = TroubleDetector(config.log.spike), carried["skipped"]
     progress = Progress.resumed(this.recipe, first, carried)
-    if (told := new_order(config.sequence, carried)) is not None:
-        say(console, f"warning: {told}")
+    if (text := reordering_warning(config.sequence, carried)) is not None:
+        say(console, f"warning: {text}")
     numbers = model_config(config, this.corpus.vocab)
-    omens = Omens(numbers.num_experts / numbers.top_k - 1, this.recipe.learning_rate)
+    warning_signs = WarningSigns(numbers.num_experts / numbers.top_k - 1, this.recipe.learning_rate)
     if "trouble" in carried:
         trouble.resume(carried["trouble"])
     stragglers = Stragglers(processes, config.launch.straggler_every)
@@ -77,20 +78,20 @@ def train(
             state, on_device = this.update(state, batch)
             metrics = jax.device_get(on_device)
             seconds = time.perf_counter() - started
-            pace.add(seconds)
+            step_times.add(seconds)
             more = {"learning_rate": float(this.recipe.learning_rate(step)), "data_wait_s": ahead.wait}
-            tokens = progress.learnt(step + 1)
+            tokens = progress.trained_tokens(step + 1)
             record = watch.end(step, metrics, seconds, tokens, checkpoint_s=waited, **more)
             if skipped:
                 record["skipped"] = skipped
             file.write(record)
-            display.step(step + 1, record, pace)
+            display.step(step + 1, record, step_times)
             if (slowest := stragglers.report(step + 1)) is not None:
                 file.write(slowest)
                 say(console, describe_stragglers(slowest))
-            for omen in omens.look(record):
-                file.write({"step": step + 1, "event": omen})
-                say(console, f"warning: {omen}")
+            for warning in warning_signs.check(record):
+                file.write({"step": step + 1, "event": warning})
+                say(console, f"warning: {warning}")
             if processes.preempted():
                 stop.note(signal.SIGTERM)
             last = step + 1 == num_steps
@@ -102,10 +103,10 @@ def train(
                 back = int(state.step)
                 if balancer is not None:
                     state = balancer.resume(state, checkpoints.restored.get("balance") if back else None)
-                told = f"{reason}; back to step {back}, skipping the {how_many(step + 1 - back, 'batch', 'es')} since"
-                file.write({"step": step + 1, "event": told})
-                say(console, f"warning: {told}")
-                progress = progress.back(step + 1, back)
+                text = f"{reason}; back to step {back}, skipping the {how_many(step + 1 - back, 'batch', 'es')} since"
+                file.write({"step": step + 1, "event": text})
+                say(console, f"warning: {text}")
+                progress = progress.rewound(step + 1, back)
                 skipped, step, waited = skipped + step + 1 - back, back, 0.0
                 ahead.restart(step)
                 continue
@@ -123,27 +124,27 @@ def train(
                 say(console, f"held-out loss at step {step}: {found['heldout_loss']:.3f} nats")
             if due:
                 processes.heartbeat.phase(f"saving step {step}")
-                own = None if balancer is None else balancer.saved()
+                own = None if balancer is None else balancer.to_json()
                 kept = {
                     **carried,
                     "skipped": skipped,
-                    "progress": progress.saved(step),
-                    "trouble": trouble.saved(),
+                    "progress": progress.to_json(step),
+                    "trouble": trouble.to_json(),
                 }
                 checkpoints.save(step, state, record, expert_load(metrics["counts"]).tolist(), own, kept)
                 waited = checkpoints.seconds
             if stop.signal and not last:
                 checkpoints.finish(step)
-                told = (
+                text = (
                     f"{stop.reason}: saved at step {step}; --name {config.name} --resume goes on from there"
                 )
-                raise Stopped(told, code=128 + stop.signal)
+                raise Stopped(text, code=128 + stop.signal)
         # Still inside ``Stop``: outside of it a signal would end the process, and with it the save.
         checkpoints.finish(num_steps)
     return state
 
 
-def go_back(this: Run, checkpoints: Checkpoints, reason: str, trouble: Trouble) -> TrainState:
+def go_back(this: Run, checkpoints: Checkpoints, reason: str, trouble: TroubleDetector) -> TrainState:
     """The state of the latest checkpoint, or the initial state if there is none.
 
     Raises:

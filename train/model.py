@@ -15,7 +15,7 @@ from dualpipe_jax.schedule import Schedule
 from dualpipe_jax.step_options import StepOptions
 from train.config import ConfigError, TrainConfig
 
-VOCAB = 256
+BYTE_VOCAB = 256
 """The vocabulary size if tokens are bytes."""
 
 REMAT: Mapping[str, Callable[..., Any] | None] = {
@@ -33,13 +33,13 @@ def has_selection_bias(numbers: models.Config) -> bool:
     return numbers.score == "sigmoid"
 
 
-def model_config(config: TrainConfig, vocab: int = VOCAB) -> models.Config:
+def model_config(config: TrainConfig, vocab: int = BYTE_VOCAB) -> models.Config:
     """The model's configuration. Raises ConfigError for an unknown model or number, or numbers that do not fit."""
     asked = config.model
     if asked.name not in models.MODELS:
         raise ConfigError(f"--model {asked.name}: there are {', '.join(models.MODELS)}")
     try:
-        numbers = size(asked.name, asked.layers, asked.changes)
+        numbers = named_config(asked.name, asked.layers, asked.changes)
         changes: dict[str, Any] = {} if asked.mtp is None else {"num_mtp_layers": asked.mtp}
         return dataclasses.replace(in_precision(numbers, config.step), vocab=vocab, **changes)
     except ValueError as error:
@@ -48,7 +48,7 @@ def model_config(config: TrainConfig, vocab: int = VOCAB) -> models.Config:
         ) from None
 
 
-def size(
+def named_config(
     name: str, num_layers: int | None = None, changes: Mapping[str, float] | None = None
 ) -> models.Config:
     """The configuration of a named model, with changes.
@@ -117,7 +117,7 @@ def staged(
 
 
 def make_model(
-    config: TrainConfig, schedule: Schedule, vocab: int = VOCAB, *, lossless: bool = False
+    config: TrainConfig, schedule: Schedule, vocab: int = BYTE_VOCAB, *, lossless: bool = False
 ) -> models.Model:
     """The model cut into stages by --stage-layers or by equal time, with experts, embedding and head sharded over ep.
 

@@ -67,7 +67,7 @@ def parse(arguments: Sequence[str] | None = None) -> Command:
     Raises:
       ConfigError: there is no such preset, or a file cannot be read or holds an unknown option.
     """
-    written = [_short(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
+    written = [_without_section(argument) for argument in (sys.argv[1:] if arguments is None else arguments)]
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     first.add_argument("--preset")
     first.add_argument("--config")
@@ -91,7 +91,7 @@ def parse(arguments: Sequence[str] | None = None) -> Command:
     return read(Command, "scripts/train", written, default, DESCRIPTION, paired=True)
 
 
-_OF_ONE_START = (
+_START_OPTIONS = (
     "--coordinator", "--coordinator-bind", "--num-processes", "--process-id", "--restarts", "--shrink", "--patience",
     "--straggler-every", "--export",
 )  # fmt: skip
@@ -115,15 +115,15 @@ def resumed(name: str | None, runs: Path) -> TrainConfig:
     # False, not an error, also for a folder that may not be read; a later error names that folder.
     if os.path.exists(file):
         options = apply(options, read_file(file), f"--resume: {file}")
-    return configure(lasting(options), name=name, runs=runs)
+    return configure(without_start_options(options), name=name, runs=runs)
 
 
-def lasting(options: TrainConfig) -> TrainConfig:
+def without_start_options(options: TrainConfig) -> TrainConfig:
     """The options, with those of one start reset to their defaults.
 
     With the --process-id of an earlier start, for example, a process would wait for the others forever.
     """
-    for flag in _OF_ONE_START:
+    for flag in _START_OPTIONS:
         options = replaced(options, FLAGS[flag], option(TrainConfig(), flag))
     return options
 
@@ -131,7 +131,7 @@ def lasting(options: TrainConfig) -> TrainConfig:
 def find_preset(name: str) -> Mapping[str, Any]:
     """A preset's options. Raises ConfigError where there is none of that name."""
     if name not in PRESETS:
-        raise ConfigError(f"--preset {name}: {_meant(name, PRESETS)}there are {', '.join(PRESETS)}")
+        raise ConfigError(f"--preset {name}: {_suggestion(name, PRESETS)}there are {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
@@ -209,7 +209,7 @@ _FORMER = {
 other options of the former section "mesh" are in "step" today."""
 
 
-def in_todays_sections(given: Mapping[str, Any]) -> dict[str, Any]:
+def in_current_sections(given: Mapping[str, Any]) -> dict[str, Any]:
     """The given options, with those that an earlier version wrote in another section moved to today's section.
 
     The former option ``serialised`` becomes ``overlap``, with the opposite value.
@@ -242,21 +242,21 @@ def apply(base: TrainConfig, given: Mapping[str, Any], where: str) -> TrainConfi
             dotted = ".".join((*path, str(name)))
             if name not in hints:
                 raise ConfigError(
-                    f"{where}: no option {dotted}; {_meant(str(name), hints)}there are {', '.join(hints)}"
+                    f"{where}: no option {dotted}; {_suggestion(str(name), hints)}there are {', '.join(hints)}"
                 )
             if dataclasses.is_dataclass(hints[name]):
                 if not isinstance(value, Mapping):
                     raise ConfigError(f"{where}: {dotted} is a section, got {value!r}")
                 value = visit(getattr(config, name), hints[name], value, (*path, name))
             else:
-                value = _read(hints[name], value, f"{where}: {dotted}")
+                value = _convert(hints[name], value, f"{where}: {dotted}")
             config = replaced(config, (name,), value)
         return config
 
-    return visit(base, TrainConfig, in_todays_sections(given), ())
+    return visit(base, TrainConfig, in_current_sections(given), ())
 
 
-def plain(config: TrainConfig) -> dict[str, Any]:
+def options_as_dict(config: TrainConfig) -> dict[str, Any]:
     """All options in the form of a file, which ``apply`` reads back."""
 
     def value(node: Any) -> Any:
@@ -273,7 +273,7 @@ def _values(config: TrainConfig) -> dict[str, Any]:
     return {field.name: getattr(config, field.name) for field in dataclasses.fields(TrainConfig)}
 
 
-def _short(argument: str) -> str:
+def _without_section(argument: str) -> str:
     flag, equals, value = argument.partition("=")
     return _DOTTED.get(flag.replace("_", "-"), flag) + equals + value
 
@@ -289,20 +289,20 @@ def _dotted() -> dict[str, str]:
 _DOTTED = _dotted()
 
 
-def _read(kind: Any, value: Any, where: str) -> Any:
+def _convert(kind: Any, value: Any, where: str) -> Any:
     """A file's value converted to an option's type; files hold paths as strings and tuples as lists."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
         if value is None:
             return None
         (kind,) = (part for part in parts if part is not type(None))
-        return _read(kind, value, where)
+        return _convert(kind, value, where)
     if origin is Literal:
         if value in parts:
             return value
         raise ConfigError(f"{where} is {value!r}, must be one of {', '.join(map(str, parts))}")
     if origin is tuple and isinstance(value, list | tuple):
-        return tuple(_read(parts[0], part, where) for part in value)
+        return tuple(_convert(parts[0], part, where) for part in value)
     if kind is Path and isinstance(value, str):
         return Path(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -313,6 +313,6 @@ def _read(kind: Any, value: Any, where: str) -> Any:
     raise ConfigError(f"{where} is {value!r}, must be {needed.lower()}")
 
 
-def _meant(name: str, names: Any) -> str:
+def _suggestion(name: str, names: Any) -> str:
     near = difflib.get_close_matches(name, names, n=1)
     return f"did you mean {near[0]}? " if near else ""

@@ -15,13 +15,13 @@ class Progress:
 
     Attributes:
       recipe: the recipe of the run.
-      sequences: the number of additional sequences read; negative if fewer were read.
-      tokens: the number of additional tokens learnt from; negative if there were fewer.
+      extra_sequences: the number of additional sequences read; negative if fewer were read.
+      extra_tokens: the number of additional tokens learnt from; negative if there were fewer.
     """
 
     recipe: Recipe
-    sequences: int = 0
-    tokens: int = 0
+    extra_sequences: int = 0
+    extra_tokens: int = 0
 
     @classmethod
     def resumed(cls, recipe: Recipe, step: int, carried: Mapping[str, Any]) -> Self:
@@ -38,25 +38,31 @@ class Progress:
         read = -(-saved["sequences"] * saved["sequence"] // recipe.sequence)
         return cls(recipe, read - counted // recipe.sequence, saved["tokens"] - counted)
 
-    def saved(self, step: int) -> dict[str, int]:
+    def to_json(self, step: int) -> dict[str, int]:
         """How much was read and learnt from before ``step``, as JSON values for ``resumed``."""
-        return {"sequences": self.read(step), "sequence": self.recipe.sequence, "tokens": self.learnt(step)}
+        return {
+            "sequences": self.sequences_read(step),
+            "sequence": self.recipe.sequence,
+            "tokens": self.trained_tokens(step),
+        }
 
-    def read(self, step: int) -> int:
+    def sequences_read(self, step: int) -> int:
         """The number of sequences read before ``step``, including those of skipped batches."""
-        return self.recipe.count_tokens(step) // self.recipe.sequence + self.sequences
+        return self.recipe.count_tokens(step) // self.recipe.sequence + self.extra_sequences
 
-    def learnt(self, step: int) -> int:
+    def trained_tokens(self, step: int) -> int:
         """The number of tokens that the parameters have learnt from before ``step``."""
-        return self.recipe.count_tokens(step) + self.tokens
+        return self.recipe.count_tokens(step) + self.extra_tokens
 
-    def back(self, step: int, to: int) -> Self:
+    def rewound(self, step: int, to: int) -> Self:
         """The progress after going back from before ``step`` to before ``to``. Reading continues where ``step`` would
         have begun to read."""
-        return dataclasses.replace(self, sequences=self.sequences + self.read(step) - self.read(to))
+        return dataclasses.replace(
+            self, extra_sequences=self.extra_sequences + self.sequences_read(step) - self.sequences_read(to)
+        )
 
 
-def new_order(sequence: int, carried: Mapping[str, Any]) -> str | None:
+def reordering_warning(sequence: int, carried: Mapping[str, Any]) -> str | None:
     """The warning to print if a resumed run has sequences of another length; None if it does not."""
     before = carried.get("progress", {}).get("sequence", sequence)
     if before == sequence:

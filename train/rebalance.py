@@ -47,22 +47,22 @@ class Balancer:
         """
         began = time.perf_counter()
         found = balance(self._tracker.loads, self._slots, self._placement)
-        told = outlook(self._tracker.loads, found, self._placement, self._slots)
+        expected = outlook(self._tracker.loads, found, self._placement, self._slots)
         if found != self._placement:
             state = self._layout.rebalanced(state, found)
             self._placement = found
         record = {
             "step": step,
-            "event": f"experts rebalanced: {told}",
-            "device_load_before": float(told.before.mean()),
-            "device_load_after": float(told.after.mean()),
-            "device_load_bound": float(told.bound.mean()),
-            "experts_moved": int(told.moves.sum()),
+            "event": f"experts rebalanced: {expected}",
+            "device_load_before": float(expected.before.mean()),
+            "device_load_after": float(expected.after.mean()),
+            "device_load_bound": float(expected.bound.mean()),
+            "experts_moved": int(expected.moves.sum()),
             "rebalance_s": time.perf_counter() - began,
         }
         return state, record
 
-    def saved(self) -> Json:
+    def to_json(self) -> Json:
         """The loads and the present placement, as JSON values for a checkpoint."""
         state = self._tracker.state()
         return {"loads": state | {"sums": state["sums"].tolist()}, "placement": self._placement.to_json()}

@@ -28,27 +28,27 @@ lambda is that of V3."""
 
 def follow(config: TrainConfig) -> TrainConfig:
     """The options, with the recipe's values for those that are left out."""
-    recipe = published(config)
+    recipe = published_recipe(config)
     for flag, of in FROM_RECIPE.items():
         if option(config, flag) is None:
             config = replaced(config, FLAGS[flag], of(recipe, config))
     return config
 
 
-def is_own(config: TrainConfig, flag: str) -> bool:
+def is_overridden(config: TrainConfig, flag: str) -> bool:
     """Whether an option's value differs from its default, which for the flags of ``FROM_RECIPE`` is the recipe's."""
     value = option(config, flag)
     if flag in FROM_RECIPE:
-        return value is not None and value != FROM_RECIPE[flag](published(config), config)
+        return value is not None and value != FROM_RECIPE[flag](published_recipe(config), config)
     return value != option(TrainConfig(), flag)
 
 
-def published(config: TrainConfig) -> Recipe:
+def published_recipe(config: TrainConfig) -> Recipe:
     """The recipe of the options' model, as published or by this project's own rule; see ``models.recipes``."""
     return recipes.of(config.model.name, model_config(config))
 
 
-def of_run(config: TrainConfig, numbers: models.Config) -> Recipe:
+def run_recipe(config: TrainConfig, numbers: models.Config) -> Recipe:
     """The recipe of a run: that of its model in proportion to the run's tokens, with the run's options.
 
     Args:
@@ -58,7 +58,7 @@ def of_run(config: TrainConfig, numbers: models.Config) -> Recipe:
     asked, (last, size, _) = config.optimizer, config.batch_shape
     first = last if asked.first_microbatches is None else asked.first_microbatches
     base = dataclasses.replace(
-        published(config),
+        published_recipe(config),
         config=numbers,
         sequence=config.sequence,
         warmup=min(int(_number(config, "--warmup")), asked.steps - 1),
@@ -113,9 +113,9 @@ def describe(config: TrainConfig, recipe: Recipe) -> str:
 
     Args:
       config: options that ``follow`` has filled in.
-      recipe: see ``of_run``.
+      recipe: see ``run_recipe``.
     """
-    whole, asked = published(config), config.optimizer
+    whole, asked = published_recipe(config), config.optimizer
     lines = [recipe.source]
     rates = [f"{asked.learning_rate:.3g}"]
     for phase in recipe.rates:
@@ -130,7 +130,7 @@ def describe(config: TrainConfig, recipe: Recipe) -> str:
     own = [
         f"{flag} {option(config, flag):g} ({of(whole, config):g})"
         for flag, of in FROM_RECIPE.items()
-        if is_own(config, flag)
+        if is_overridden(config, flag)
     ]
     own += [
         f"{flag} {option(config, flag):g}"

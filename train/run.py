@@ -18,12 +18,20 @@ from models.kernels import Kernels
 from train.config import FLAGS, ConfigError, TrainConfig
 from train.data.text import describe_skipped
 from train.export import check_export, export
-from train.figures.folder import CONFIG, METRICS, SCHEDULE, claimed, find, write_config, writing
+from train.figures.folder import (
+    CONFIG,
+    METRICS,
+    SCHEDULE,
+    claimed_folder,
+    planned_folder,
+    reporting_write_errors,
+    write_config,
+)
 from train.figures.metrics import MetricsFile, say
 from train.figures.trackers import Tracker, Trackers
 from train.loop import train
 from train.model import count_parameters, describe_dispatch, has_selection_bias, model_config
-from train.options import in_todays_sections, plain
+from train.options import in_current_sections, options_as_dict
 from train.processes.group import Processes, common_facts
 from train.recipe import describe as describe_recipe
 from train.report import write_report
@@ -45,7 +53,7 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
     """
     began = time.perf_counter()
     if processes.leads:
-        find(config, resume=resume)  # before anything that takes time
+        planned_folder(config, resume=resume)  # before anything that takes time
     this = prepare(config)
     config = this.config
     if processes.leads:
@@ -56,16 +64,23 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
     def note(text: str) -> None:
         say(console, text)
 
-    with processes.entered_by_leader(claimed(config, resume=resume)) as folder:
+    with processes.entered_by_leader(claimed_folder(config, resume=resume)) as folder:
         config = dataclasses.replace(config, name=folder.name)
         this = dataclasses.replace(this, config=config)
         layout, numbers = this.layout, model_config(config, this.corpus.vocab)
-        read = this.corpus
-        own = read.vocabulary
-        facts = describe(config, numbers, read.fingerprint, layout.canonical, own.fingerprint, own.separator)
+        corpus = this.corpus
+        vocabulary = corpus.vocabulary
+        facts = describe(
+            config,
+            numbers,
+            corpus.fingerprint,
+            layout.canonical,
+            vocabulary.fingerprint,
+            vocabulary.separator,
+        )
         with Checkpoints(folder, config.checkpoint, layout, facts, note, processes) as checkpoints:
             if processes.leads:
-                introduce(this, folder, console)
+                print_summary(this, folder, console)
             state = checkpoints.restore() if resume else None
             mended = None if state is None or has_selection_bias(numbers) else without_biases(state)
             if mended is not None:
@@ -76,32 +91,34 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
                 )
             ended = state is not None and int(state.step) >= config.optimizer.steps
             if processes.leads and not (ended and (folder / CONFIG).exists()):
-                with writing(folder):
-                    own.write(folder)
+                with reporting_write_errors(folder):
+                    vocabulary.write(folder)
                     write_config(config, folder)
                     (folder / SCHEDULE).write_text(format_grid(this.schedule) + "\n")
             if resume:
                 note(f"resuming from step {0 if state is None else int(state.step)} of {folder}")
             state = this.init() if state is None else state
             path = folder / METRICS if processes.leads else None
-            with writing(folder):
+            with reporting_write_errors(folder):
                 file = MetricsFile(path, upto=int(state.step) if resume else -1)
             if file.damage:
                 note(f"warning: {file.damage}")
-            told = config.log.track if processes.leads and not ended else ()
+            names = config.log.track if processes.leads and not ended else ()
             try:
-                trackers = Trackers(file, told, folder, plain(config), note, int(state.step))
+                trackers = Trackers(file, names, folder, options_as_dict(config), note, int(state.step))
                 with closing(trackers):
-                    conclude(this, state, folder, trackers, checkpoints, console, file.kept, processes)
+                    train_and_report(
+                        this, state, folder, trackers, checkpoints, console, file.earlier_records, processes
+                    )
             finally:
                 if processes.leads:
                     # Also for a run that was cut short.
-                    report(folder, note)
+                    try_write_report(folder, note)
     say(console, f"wall time       {time.perf_counter() - began:.0f} s, compilation included")
     return folder
 
 
-def report(folder: Path, note: Callable[[str], None]) -> None:
+def try_write_report(folder: Path, note: Callable[[str], None]) -> None:
     """Write report.html. A full disk or a damaged file is only reported, to leave the run's own end as it is."""
     try:
         write_report(folder)
@@ -111,17 +128,17 @@ def report(folder: Path, note: Callable[[str], None]) -> None:
         )
 
 
-def conclude(
+def train_and_report(
     this: Run,
     state: TrainState,
     folder: Path,
     file: Tracker,
     checkpoints: Checkpoints,
     console: Console,
-    kept: Sequence[Mapping[str, Any]],
+    earlier_records: Sequence[Mapping[str, Any]],
     processes: Processes,
 ) -> None:
-    """Train to the end and print the results. ``kept`` are the metric records of an earlier part of the run."""
+    """Train to the end and print the results. ``earlier_records`` are the metrics of an earlier part of the run."""
     num_steps, unit = this.config.optimizer.steps, this.corpus.vocabulary.unit
     if int(state.step) >= num_steps:
         say(console, f"the last step, {num_steps}, is done; --steps says how many there should be")
@@ -131,18 +148,18 @@ def conclude(
     # Nothing was restored, or the checkpoint is of an earlier trainer, which kept these in metrics.jsonl alone.
     if not carried:
         carried["before"], carried["skipped"] = processes.broadcast(
-            lambda: (held_out_before(kept), skipped_before(kept))
+            lambda: (earlier_held_out_loss(earlier_records), earlier_skipped_batches(earlier_records))
         )
     say(console, "\ncompiling ...")
-    changed = other_held_out(checkpoints.restored.get("options", {}), this.config)
+    changed = held_out_changes(checkpoints.restored.get("options", {}), this.config)
     if carried["before"] is None or changed:
         found = this.held_out(state.params)
         carried["before"], carried["since"] = found["heldout_loss"], first
         file.write({"step": first, **found, **({"anew": True} if changed else {})})
     if changed:
-        told = f"{changed}: the held-out loss is measured anew at step {first}, and compared with that"
-        file.write({"step": first, "event": told})
-        say(console, f"warning: {told}")
+        text = f"{changed}: the held-out loss is measured anew at step {first}, and compared with that"
+        file.write({"step": first, "event": text})
+        say(console, f"warning: {text}")
     before, since = carried["before"], carried.get("since", 0)
     place = f"at step {since}" if since else "before training"
     say(console, f"held-out loss {place}: {before:.3f} nats per {unit}")
@@ -161,11 +178,11 @@ def conclude(
         f"{bits:.3f} bits per byte\n"
         f"bubble          {simulate(this.schedule).bubble:.1%} of {this.schedule.name}'s step when F = I = W\n"
         f"files           {folder}/: report.html, {METRICS}, {CONFIG}, environment.json, {SCHEDULE}, {FOLDER}/\n"
-        f"go on           {shlex.join(going_on(folder, 2 * num_steps))}",
+        f"go on           {shlex.join(resume_command(folder, 2 * num_steps))}",
     )
 
 
-def going_on(folder: Path, num_steps: int) -> list[str]:
+def resume_command(folder: Path, num_steps: int) -> list[str]:
     """The words of a command that continues a run up to ``num_steps`` steps."""
     where = [] if folder.parent == TrainConfig().runs else ["--runs", str(folder.parent)]
     return ["scripts/train", *where, "--name", folder.name, "--resume", "--steps", str(num_steps)]
@@ -173,24 +190,28 @@ def going_on(folder: Path, num_steps: int) -> list[str]:
 
 def export_weights(this: Run, state: TrainState, console: Console, processes: Processes) -> None:
     processes.heartbeat.phase("exporting")
-    if (told := export(this, state, processes)) is not None:
-        say(console, told)
+    if (text := export(this, state, processes)) is not None:
+        say(console, text)
 
 
-def skipped_before(kept: Sequence[Mapping[str, Any]]) -> int:
+def earlier_skipped_batches(earlier_records: Sequence[Mapping[str, Any]]) -> int:
     """The number of batches that an earlier part of the run skipped."""
-    return next((record.get("skipped", 0) for record in reversed(kept) if "loss" in record), 0)
+    return next((record.get("skipped", 0) for record in reversed(earlier_records) if "loss" in record), 0)
 
 
-def held_out_before(kept: Sequence[Mapping[str, Any]]) -> float | None:
+def earlier_held_out_loss(earlier_records: Sequence[Mapping[str, Any]]) -> float | None:
     """The held-out loss before the first step, if it was measured before the run was resumed."""
-    found = [record["heldout_loss"] for record in kept if record["step"] == 0 and "heldout_loss" in record]
+    found = [
+        record["heldout_loss"]
+        for record in earlier_records
+        if record["step"] == 0 and "heldout_loss" in record
+    ]
     return found[-1] if found else None
 
 
-def other_held_out(saved: Mapping[str, Any], config: TrainConfig) -> str:
+def held_out_changes(saved: Mapping[str, Any], config: TrainConfig) -> str:
     """The options that have changed since a checkpoint and change the held-out text, in words; "" if there are none."""
-    before, now = in_todays_sections(saved), plain(config)
+    before, now = in_current_sections(saved), options_as_dict(config)
     return ", ".join(
         f"{flag} was {then} and is {now[section][name]} now"
         for flag in ("--eval-sequences", "--sequence")
@@ -199,7 +220,7 @@ def other_held_out(saved: Mapping[str, Any], config: TrainConfig) -> str:
     )
 
 
-def introduce(this: Run, folder: Path, console: Console) -> None:
+def print_summary(this: Run, folder: Path, console: Console) -> None:
     """Print what will be trained, on which data and devices, and the schedule."""
     config, corpus = this.config, this.corpus
     picture = format_grid(this.schedule)
@@ -207,8 +228,8 @@ def introduce(this: Run, folder: Path, console: Console) -> None:
     numbers = model_config(config, corpus.vocab)
     total, active = count_parameters(numbers)
     platform, chosen = jax.devices()[0].platform, Kernels(config.step.attention, config.step.matmul)
-    told = "" if platform == "cpu" else chosen.describe(platform, numbers, config.step.dispatch)
-    kernels = told and f"kernels    {told}\n"
+    text = "" if platform == "cpu" else chosen.describe(platform, numbers, config.step.dispatch)
+    kernels = text and f"kernels    {text}\n"
     say(
         console,
         f"model      {config.model.name}: {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M active for a {unit}\n"

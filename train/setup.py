@@ -24,7 +24,7 @@ from train.model import has_selection_bias, make_model, refuse_eight_bits
 from train.processes.devices import too_few_devices
 from train.processes.group import batch_sharding, make_global_batch, refuse_idle
 from train.progress import Progress
-from train.recipe import follow, of_run
+from train.recipe import follow, run_recipe
 from train.state.layout import Layout, TrainState
 from train.state.placement import placed_layout, slots_of
 from train.step import Update, make_optimizer, make_update
@@ -81,7 +81,7 @@ class Run:
         """
         _, size, sequence = self.config.batch_shape
         shape = self.recipe.batch_size(step) // size, size, sequence
-        begin = (progress or Progress(self.recipe)).read(step)
+        begin = (progress or Progress(self.recipe)).sequences_read(step)
         draw = functools.partial(self.corpus.train_batch, self.config.seed, step, shape, begin=begin)
         return make_global_batch(draw, shape[:2], batch_sharding(self.layout.mesh))
 
@@ -116,7 +116,7 @@ def prepare(config: TrainConfig) -> Run:
     refuse_eight_bits(config, mesh.devices.flat[0])
     corpus = read_data(config)
     model = make_model(config, schedule, corpus.vocab)
-    recipe = of_run(config, model.config)
+    recipe = run_recipe(config, model.config)
     optimizer = make_optimizer(
         recipe.learning_rate,
         clip=recipe.clip,

@@ -6,17 +6,17 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
-WINDOW, FEWEST = 32, 8
+WINDOW, MIN_LOSSES = 32, 8
 """The number of latest steps with whose losses a loss is compared, and the smallest number for a comparison."""
 
-NEARLY = 0.9
+COLLAPSED_SHARE = 0.9
 """Share of the largest possible MaxVio from which routing counts as collapsed."""
 
 PATIENCE = 3
 """How often at most a run goes back to the same step."""
 
 
-class Trouble:
+class TroubleDetector:
     """Checks the loss and the gradient norm of each step.
 
     Args:
@@ -27,7 +27,7 @@ class Trouble:
     def __init__(self, spike: float | None):
         self._spike = spike
         self._losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
-        self._returns: list[int] = []
+        self._return_steps: list[int] = []
 
     def reason(self, record: Mapping[str, Any]) -> str | None:
         """What is wrong with a step's record, in words; None if nothing is. Later losses are compared only with those
@@ -36,7 +36,7 @@ class Trouble:
             if not math.isfinite(record[name]):
                 return f"{name} is {record[name]} at step {record['step']}"
         loss = record["loss"]
-        if self._spike is not None and len(self._losses) >= FEWEST:
+        if self._spike is not None and len(self._losses) >= MIN_LOSSES:
             middle, spread = median_and_spread(self._losses)
             if loss > middle + self._spike * spread:
                 return (
@@ -46,66 +46,71 @@ class Trouble:
         self._losses.append(loss)
         return None
 
-    def saved(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The latest losses and the steps that the run went back to, as JSON values for ``resume``."""
-        return {"losses": list(self._losses), "returns": list(self._returns)}
+        return {"losses": list(self._losses), "returns": list(self._return_steps)}
 
     def resume(self, saved: Mapping[str, Any]) -> None:
-        """Continue from what ``saved`` returned in an earlier part of the run."""
+        """Continue from what ``to_json`` returned in an earlier part of the run."""
         self._losses.extend(saved["losses"])
-        self._returns.extend(saved["returns"])
+        self._return_steps.extend(saved["returns"])
 
     def may_return(self, step: int) -> bool:
         """Note that the run wants to go back to ``step``. Returns False after more than ``PATIENCE`` times."""
-        self._returns.append(step)
-        return self._returns.count(step) <= PATIENCE
+        self._return_steps.append(step)
+        return self._return_steps.count(step) <= PATIENCE
 
 
-class Omens:
+class WarningSigns:
     """Warns once each of trouble that no single step shows: collapsed routing, and a loss that is higher than at the
     start of the run.
 
     Args:
-      worst: the MaxVio if every token chose the same experts: num_experts / top_k - 1.
+      largest_max_vio: the MaxVio if every token chose the same experts: num_experts / top_k - 1.
       learning_rate: the learning rate as a function of the step, for the text of the warnings.
     """
 
-    def __init__(self, worst: float, learning_rate: Callable[[int], Any]):
-        self._worst, self._rate = worst, learning_rate
+    def __init__(self, largest_max_vio: float, learning_rate: Callable[[int], Any]):
+        self._largest, self._rate = largest_max_vio, learning_rate
         self._first: float | None = None
         self._losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
         self._collapsed = 0
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
-    def look(self, record: Mapping[str, Any]) -> list[str]:
+    def check(self, record: Mapping[str, Any]) -> list[str]:
         """The new warnings after a step."""
         if record["step"] == 1:
             self._first = record["loss"]
         self._losses.append(record["loss"])
         rate = f"--learning-rate, now {float(self._rate(record['step'] - 1)):.2g}"
-        worst = 0 < NEARLY * self._worst <= record["max_vio"] or record["drop_rate"] > 0.5
-        self._collapsed = self._collapsed + 1 if worst else 0
+        is_collapsed = 0 < COLLAPSED_SHARE * self._largest <= record["max_vio"] or record["drop_rate"] > 0.5
+        self._collapsed = self._collapsed + 1 if is_collapsed else 0
         found = []
-        if self._collapsed == WINDOW and self._once("routing"):
+        if self._collapsed == WINDOW and self._is_new("routing"):
             found.append(
                 f"routing has collapsed: for {WINDOW} steps few experts have had nearly all tokens (MaxVio "
-                f"{record['max_vio']:.2f} of at most {self._worst:.2f}, {record['drop_rate']:.0%} of the assignments "
+                f"{record['max_vio']:.2f} of at most {self._largest:.2f}, {record['drop_rate']:.0%} of the assignments "
                 f"dropped); lower {rate}, or raise --bias-rate or --balance-factor"
             )
         middle = statistics.median(self._losses)
         # None in a resumed run, which did not see the first step.
         began = self._first
-        if began is not None and len(self._losses) == WINDOW and middle > 1.02 * began and self._once("loss"):
+        if (
+            began is not None
+            and len(self._losses) == WINDOW
+            and middle > 1.02 * began
+            and self._is_new("loss")
+        ):
             found.append(
                 f"the loss is higher than it began: {middle:.4g} over the last {WINDOW} steps, {began:.4g} at "
                 f"first; lower {rate}, or warm up for longer"
             )
         return found
 
-    def _once(self, what: str) -> bool:
-        said = what in self._said
-        self._said.add(what)
-        return not said
+    def _is_new(self, what: str) -> bool:
+        was_given = what in self._warned
+        self._warned.add(what)
+        return not was_given
 
 
 def median_and_spread(losses: collections.deque[float]) -> tuple[float, float]:

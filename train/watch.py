@@ -14,7 +14,7 @@ from dualpipe_jax.profile import ProfileError, Profiler, measure, write_profile
 from dualpipe_jax.profile.capture import read_events
 from models.recipes import Recipe
 from train.config import TrainConfig, replaced
-from train.figures.folder import writing
+from train.figures.folder import reporting_write_errors
 from train.figures.rates import Rates, find_peak, memory_gib
 from train.figures.step import step_record
 from train.model import count_parameters, model_config, model_flops
@@ -90,7 +90,7 @@ def watch_run(this: Run, folder: Path, first: int, leads: bool = True) -> Watch:
     rates = run_rates(config, this.corpus.vocab)
     if leads:
         found = environment(devices) | {"peak": "" if rates.peak is None else rates.peak.source}
-        with writing(folder):
+        with reporting_write_errors(folder):
             (folder / "environment.json").write_text(json.dumps(found, indent=2) + "\n")
     else:
         config = replaced(config, ("log", "profile"), 0)

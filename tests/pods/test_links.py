@@ -10,13 +10,13 @@ from dualpipe_jax.command.dryrun import links_table
 from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import Plan
 from dualpipe_jax.pods.links import Dispatch, count_links, share_dropped
-from train.model import size
+from train.model import named_config
 from train.pods.training import dispatch_of
 
 
 def test_deepseek_v3_on_8_nodes():
     plan = Plan(pp=16, ep=64, ep_nodes=8)
-    found = count_links(plan, dispatch_of(size("v3")), Target.parse("v5p:8x8x16"), 4096)
+    found = count_links(plan, dispatch_of(named_config("v3")), Target.parse("v5p:8x8x16"), 4096)
     one, two = found.ways["one hop"], found.ways["two hops"]
     assert one.across == pytest.approx(7.0, abs=0.04)  # 8 experts, 7 of 8 nodes are others
     assert two.across == pytest.approx(3.5, abs=0.06)  # DeepSeek's 4 groups are 4 nodes at most
@@ -29,7 +29,7 @@ def test_deepseek_v3_on_8_nodes():
 
 
 def test_nodes_of_gpus_are_the_targets():
-    numbers = dispatch_of(size("v2-lite", None, {"num_experts": 64, "top_k": 6}))
+    numbers = dispatch_of(named_config("v2-lite", None, {"num_experts": 64, "top_k": 6}))
     found = count_links(Plan(pp=4, ep=16), numbers, Target.parse("h100:8x8"), 1)
     assert found.nodes == 2 and found.used == "one hop"
     missed = math.comb(32, 6) / math.comb(64, 6)
@@ -69,7 +69,7 @@ def test_what_is_dropped_is_what_dice_tell(dispatch, size, tokens, factor):
 
 def test_what_deepseek_v3_drops():
     """An expert has room for 64 or 80 of a device's 2048 tokens, of which each comes with a chance of 1 in 32."""
-    plan, v3 = Plan(pp=16, ep=64, dispatch="capacity", capacity_factor=1.0), dispatch_of(size("v3"))
+    plan, v3 = Plan(pp=16, ep=64, dispatch="capacity", capacity_factor=1.0), dispatch_of(named_config("v3"))
     for factor, room in ((1.0, 64), (1.25, 80)):
         come = (math.comb(2048, n) * 31 ** (2048 - n) // 32**2028 / 32**20 for n in range(room + 1, 2049))
         lost = sum((n - room) * float(chance) for n, chance in enumerate(come, room + 1)) / 64

@@ -41,7 +41,7 @@ from dualpipe_jax.schedule import (
 )
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from tests.engine import models as small
-from train.model import count_parameters, model_flops, size
+from train.model import count_parameters, model_flops, named_config
 from train.pods.training import optimizer_of, step_program
 from train.state.layout import Layout
 
@@ -207,21 +207,21 @@ def test_a_program_without_ticks_has_no_overheads():
 
 
 def test_models_by_name():
-    assert count_parameters(size("67b-a2b"))[0] == pytest.approx(67e9, rel=0.02)
-    assert 1.8e9 < count_parameters(size("67b-a2b"))[1] < 2.6e9
-    assert size("v3") == models.v3()
-    changed = size("v2-lite", num_layers=4, changes={"dim": 512, "top_k": 2})
+    assert count_parameters(named_config("67b-a2b"))[0] == pytest.approx(67e9, rel=0.02)
+    assert 1.8e9 < count_parameters(named_config("67b-a2b"))[1] < 2.6e9
+    assert named_config("v3") == models.v3()
+    changed = named_config("v2-lite", num_layers=4, changes={"dim": 512, "top_k": 2})
     assert (changed.num_moe_layers, changed.num_dense_layers, changed.dim, changed.top_k) == (4, 1, 512, 2)
-    assert size("v3", 4, {"num_dense_layers": 0}).num_layers == 4
+    assert named_config("v3", 4, {"num_dense_layers": 0}).num_layers == 4
     assert {name for name in models.MODELS} >= {"v3", "v2", "v2-lite", "67b-a2b", "tiny"}
 
 
 def test_models_that_there_are_not():
     message = r"model 'v33': did you mean v3\? there are v3, v2, v2-lite, 67b-a2b"
     with pytest.raises(ValueError, match=message):
-        size("v33")
+        named_config("v33")
     with pytest.raises(ValueError, match=r"model v3: no number dims, score; there are .*dim, expert_hidden"):
-        size("v3", changes={"dims": 3, "score": 1})
+        named_config("v3", changes={"dims": 3, "score": 1})
 
 
 def test_ends_that_take_less_are_usual_stages_where_there_are_pairs():

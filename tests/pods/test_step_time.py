@@ -13,7 +13,7 @@ from dualpipe_jax.pods.results import Compiled, Overheads, Part, Prediction, Sha
 from dualpipe_jax.schedule import dualpipe, gpipe, lower, one_f_one_b
 from tests.pods.test_predict import keyed
 from tests.pods.whole_backwards import WholeBackwards
-from train.model import size
+from train.model import named_config
 from train.pods.training import routed_flops
 
 TARGET = Target.parse("v5e:2x2")
@@ -142,7 +142,7 @@ def test_every_part_of_the_account_by_hand():
 
 def test_routed_operations_of_v3_by_hand():
     """58 layers of 8 experts, three matrices of 7168 x 2048 each, forward and twice as much backward."""
-    assert routed_flops(size("v3", None)) == 6 * 58 * 8 * 3 * 7168 * 2048
+    assert routed_flops(named_config("v3", None)) == 6 * 58 * 8 * 3 * 7168 * 2048
 
 
 def test_sends_are_exposed_by_kind_of_tick():

@@ -20,7 +20,7 @@ from train.errors import CheckpointError
 from train.export import check_export, export
 from train.model import has_selection_bias, model_config
 from train.processes.group import Processes
-from train.run import conclude
+from train.run import train_and_report
 from train.state.layout import trainable, with_trainable, without_biases
 
 OPTIONS = dict(
@@ -131,7 +131,7 @@ def test_a_finished_run_is_exported_with_its_tokenizer(written, tmp_path):
     (tmp_path / "out.new").mkdir()
     (tmp_path / "out.new" / "model.safetensors").write_text("of a run that was killed")
     out, done = Console(file=io.StringIO(), width=300), state._replace(step=3)
-    conclude(this, done, tmp_path, None, None, out, [], Processes())
+    train_and_report(this, done, tmp_path, None, None, out, [], Processes())
     said = out.file.getvalue()
     assert "the last step, 3, is done" in said and f"weights         {folder}" in said
     assert (folder / "tokenizer.json").read_text() == "words"

@@ -20,17 +20,17 @@ from train.data import Corpus
 from train.data.corpus import text_source
 from train.data.vocabulary import BYTES
 from train.errors import DivergedError, Stopped
-from train.figures.metrics import Display, MetricsFile, Pace
+from train.figures.metrics import Display, MetricsFile, StepTimes
 from train.figures.rates import Rates
 from train.model import model_config
-from train.options import plain
+from train.options import options_as_dict
 from train.processes.group import Processes
 from train.processes.stop import Stop
-from train.recipe import follow, of_run
+from train.recipe import follow, run_recipe
 from train.report import RunFolder
-from train.run import skipped_before
+from train.run import earlier_skipped_batches
 from train.setup import Run
-from train.trouble import Trouble
+from train.trouble import TroubleDetector
 from train.watch import Watch
 
 CONFIG = configure(pp=1, ep=1, microbatches=2, microbatch_size=1, sequence=4, steps=5, log_every=2, seed=5)
@@ -106,7 +106,7 @@ def run(losses, path, saved=None, *, config=CONFIG, start=0, carried=None, name=
         return State(state.step + 1), {key: np.asarray(value) for key, value in metrics.items()}
 
     this = types.SimpleNamespace(config=config, corpus=CORPUS, update=update)
-    this.recipe, this.init = of_run(config, model_config(config)), lambda: State(0)
+    this.recipe, this.init = run_recipe(config, model_config(config)), lambda: State(0)
     this.compiles = functools.partial(Run.compiles, this)
     this.layout = types.SimpleNamespace(mesh=make_mesh(1, 1))
     this.batch = functools.partial(Run.batch, this)
@@ -154,22 +154,22 @@ def test_a_terminal_gets_a_bar():
     record = {"loss": 2.0, "grad_norm": 1.0, "max_vio": 0.1, "dropped": 0, "drop_rate": 0.0}
     record |= {"tokens_per_s": 1e4, "step_s": 0.5}
     record |= {"tflops_per_s": 1.25, "mfu": 0.125, "device_memory_gib": 3.5}
-    pace = Pace()
-    pace.add(60.0)
-    pace.add(0.5)
+    step_times = StepTimes()
+    step_times.add(60.0)
+    step_times.add(0.5)
     with Display(console, 10, 1) as display:
-        display.step(2, record, pace)
+        display.step(2, record, step_times)
     for words in ("2/10", "10,000 tokens/s", "1.25 TFLOP/s", "MFU 12.5%", "3.5 GiB", "0:04 left"):
         assert words in out.getvalue()
 
 
 def test_the_pace_leaves_out_the_step_that_compiles():
-    pace = Pace()
-    pace.add(100.0)
-    assert pace.remaining(10) == "-:--"
-    pace.add(2.0)
-    assert pace.remaining(45) == "1:30"
-    assert pace.remaining(3700) == "2:03:20"
+    step_times = StepTimes()
+    step_times.add(100.0)
+    assert step_times.remaining(10) == "-:--"
+    step_times.add(2.0)
+    assert step_times.remaining(45) == "1:30"
+    assert step_times.remaining(3700) == "2:03:20"
 
 
 def test_what_is_due_and_the_last_step_are_saved(tmp_path):
@@ -227,7 +227,7 @@ def test_metrics_go_on_where_a_checkpoint_is(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f'{{"step": {step}, "loss": 1.0}}\n' for step in range(6)) + '{"step": 6, "lo')
     with closing(MetricsFile(path, upto=3)) as file:
-        assert [record["step"] for record in file.kept] == [0, 1, 2, 3]
+        assert [record["step"] for record in file.earlier_records] == [0, 1, 2, 3]
         file.write({"step": 4, "loss": 2.0})
     assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [1.0] * 4 + [2.0]
     MetricsFile(path).close()
@@ -244,7 +244,7 @@ def test_a_run_goes_back_and_skips_the_batches_that_led_to_trouble(tmp_path, nam
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 4, 3, 4, 5, 6]
     assert lines[4] == {"step": 4, "event": told}
     assert [line.get("skipped", 0) for line in lines if "loss" in line] == [0, 0, 0, 0, 2, 2, 2, 2]
-    (tmp_path / "config.json").write_text(json.dumps(plain(SKIP)))
+    (tmp_path / "config.json").write_text(json.dumps(options_as_dict(SKIP)))
     report = RunFolder.read(tmp_path)
     assert report.series("loss") == ([1, 2, 3, 4, 5, 6], [3.0] * 6), "what was kept"
     assert [event["step"] for event in report.events] == [4]
@@ -268,8 +268,8 @@ def test_a_resumed_run_draws_on_where_it_skipped(tmp_path):
     """By a checkpoint of an earlier trainer, which carries no more than how many batches were skipped."""
     lines, said, learnt, _ = run([], tmp_path / "metrics.jsonl", config=SKIP, start=2, carried={"skipped": 2})
     assert learnt == [4, 5, 6, 7] and "warning" not in said
-    assert skipped_before([*lines, {"step": 6, "heldout_loss": 1.0}]) == 2
-    assert skipped_before([{"step": 0, "heldout_loss": 1.0}]) == skipped_before([]) == 0
+    assert earlier_skipped_batches([*lines, {"step": 6, "heldout_loss": 1.0}]) == 2
+    assert earlier_skipped_batches([{"step": 0, "heldout_loss": 1.0}]) == earlier_skipped_batches([]) == 0
 
 
 def test_a_run_that_goes_on_in_other_batches_reads_on_where_it_was(tmp_path):
@@ -329,7 +329,7 @@ def test_spikes_stand_out_from_the_losses_before(spike):
     losses = 2 + 2 * np.exp(-np.arange(200) / 30) + 0.05 * random.standard_normal(200)
     losses[[3, 60, 61, 150]] += 1.5
     losses[180] += 0.25
-    trouble = Trouble(spike)
+    trouble = TroubleDetector(spike)
     records = ({"step": step, "loss": loss, "grad_norm": 1.0} for step, loss in enumerate(losses, 1))
     reasons = {record["step"]: trouble.reason(record) for record in records}
     found = [step for step, reason in reasons.items() if reason]
@@ -339,10 +339,10 @@ def test_spikes_stand_out_from_the_losses_before(spike):
 
 
 def test_falling_losses_and_small_steps_up_are_no_spikes():
-    trouble = Trouble(6.0)
+    trouble = TroubleDetector(6.0)
     for step, loss in enumerate([*np.linspace(5, 2, 40), *[2.0] * 40, 2.1], 1):
         assert trouble.reason({"step": step, "loss": loss, "grad_norm": 1.0}) is None
-    assert Trouble(None).reason({"step": 1, "loss": 1e30, "grad_norm": 1.0}) is None
+    assert TroubleDetector(None).reason({"step": 1, "loss": 1e30, "grad_norm": 1.0}) is None
 
 
 @pytest.mark.parametrize("at", [3, 20, 50])
@@ -350,12 +350,12 @@ def test_what_was_seen_outlives_the_process(at):
     """Through JSON, as a checkpoint has it: the same verdicts as without an end in between."""
     losses = np.random.default_rng(1).normal(3, 0.1, 80) + 2 * (np.arange(80) % 17 == 16)
     records = [{"loss": float(loss), "grad_norm": 1.0, "step": step} for step, loss in enumerate(losses, 1)]
-    alone, first, second = Trouble(3.0), Trouble(3.0), Trouble(3.0)
+    alone, first, second = TroubleDetector(3.0), TroubleDetector(3.0), TroubleDetector(3.0)
     expected = [alone.reason(record) for record in records]
     assert sum(reason is not None for reason in expected) >= 4
     assert [first.reason(record) for record in records[:at]] == expected[:at]
     assert first.may_return(2) and first.may_return(2)
-    second.resume(json.loads(json.dumps(first.saved())))
+    second.resume(json.loads(json.dumps(first.to_json())))
     assert [second.reason(record) for record in records[at:]] == expected[at:]
     assert second.may_return(2) and not second.may_return(2)
 

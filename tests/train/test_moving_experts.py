@@ -200,17 +200,17 @@ def test_a_resumed_run_has_its_placement_and_its_loads():
     balancer, other = Balancer(first, 4), Balancer(second, 4)
     balancer.add(COUNTS)
     balancer.rebalance([], 4)
-    saved = json.loads(json.dumps(balancer.saved()))
+    saved = json.loads(json.dumps(balancer.to_json()))
     assert other.resume([], saved) == ["moved"] and second.asked == first.asked
     for one in (balancer, other):
         one.add(COUNTS[:, ::-1])
-    assert other.saved() == balancer.saved()
-    assert other.resume([], None) == [] and other.saved() == Balancer(FakeLayout(), 4).saved()
+    assert other.to_json() == balancer.to_json()
+    assert other.resume([], None) == [] and other.to_json() == Balancer(FakeLayout(), 4).to_json()
     # On other devices it is placed by the loads that were saved.
     balancer, layout = Balancer(FakeLayout(), 4), FakeLayout()
     balancer.add(COUNTS)
     layout.num_devices, layout.num_slots, layout.start = 4, 2, Placement.in_order(2, 4, 4, 2)
-    assert Balancer(layout, 4).resume([], balancer.saved()) == ["moved"]
+    assert Balancer(layout, 4).resume([], balancer.to_json()) == ["moved"]
     (placement,) = layout.asked
     assert placement.imbalance(COUNTS).max() < layout.start.imbalance(COUNTS).max()
 

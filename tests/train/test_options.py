@@ -9,7 +9,7 @@ import pytest
 from train.checks import check
 from train.config import FLAGS, ConfigError, TrainConfig, configure, make_schedule, option, replaced
 from train.figures.folder import write_config
-from train.options import apply, in_todays_sections, parse, plain
+from train.options import apply, in_current_sections, options_as_dict, parse
 from train.presets import PRESETS
 
 FILES = {
@@ -68,7 +68,7 @@ def test_presets_are_options_that_fit_together(name):
 def test_what_is_written_out_comes_back(tmp_path):
     options = configure(name="x", data=("a",), layers=6, precision="bfloat16", runs=Path("elsewhere"))
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(plain(options)))
+    file.write_text(json.dumps(options_as_dict(options)))
     assert parse(["--config", str(file)]).options == options
     sections = {path[0] for path in FLAGS.values() if len(path) > 1}
     assert sections <= json.loads(file.read_text()).keys()
@@ -107,7 +107,7 @@ def test_runs_and_files_from_before_go_on(tmp_path):
         clip=2.0, seed=3, gradient_sums="bfloat16", overlap=False,
     )  # fmt: skip
     assert parse(["--config", str(file)]).options == now
-    assert plain(now) == in_todays_sections(plain(now))
+    assert options_as_dict(now) == in_current_sections(options_as_dict(now))
     flags = ["--mesh.pp", "2", "--model.payload=float8", "--mesh.rebalance-every", "5"]
     assert parse(flags).options == configure(pp=2, dispatch_payload="float8", rebalance_every=5)
 

@@ -16,13 +16,13 @@ from train.data.corpus import text_source
 from train.data.vocabulary import BYTES
 from train.model import model_config
 from train.prepare.__main__ import USUAL_SEQUENCE
-from train.recipe import FROM_RECIPE, describe, follow, of_run
+from train.recipe import FROM_RECIPE, describe, follow, run_recipe
 from train.setup import Run
 
 
 def recipe_of(**options):
     config = follow(configure(**options))
-    return config, of_run(config, model_config(config))
+    return config, run_recipe(config, model_config(config))
 
 
 def rates(recipe, *steps):

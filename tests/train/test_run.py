@@ -30,9 +30,9 @@ from tests.train.data.test_tokens import of_bytes
 from train.config import configure
 from train.data import open_corpus
 from train.errors import CheckpointError
-from train.options import parse, plain
+from train.options import options_as_dict, parse
 from train.processes.group import Processes
-from train.run import conclude, going_on
+from train.run import resume_command, train_and_report
 from train.run import run as whole_run
 from train.state.checkpoint import verify
 
@@ -110,7 +110,7 @@ def test_it_says_what_it_does_and_leaves_its_files(finished):
 )
 def test_how_to_go_on_finds_the_run(folder, where):
     rest = shlex.split("--name mine --resume --steps 24")
-    assert going_on(Path(folder), 24) == ["scripts/train", *where, *rest]
+    assert resume_command(Path(folder), 24) == ["scripts/train", *where, *rest]
 
 
 @pytest.mark.slow
@@ -247,7 +247,7 @@ def test_held_out_losses_are_compared_of_one_text(now, before, told, tmp_path, m
     this.corpus = types.SimpleNamespace(vocabulary=types.SimpleNamespace(unit="byte"))
     this.held_out = lambda params: {"heldout_loss": losses.pop(), "heldout_bits_per_byte": 1.0}
     carried = {"before": 5.0, "skipped": 0}
-    checkpoints = types.SimpleNamespace(restored={"carried": carried, "options": plain(was)})
+    checkpoints = types.SimpleNamespace(restored={"carried": carried, "options": options_as_dict(was)})
     kept = []
 
     def train(this, state, file, console, checkpoints, watch, processes, carried):
@@ -258,7 +258,7 @@ def test_held_out_losses_are_compared_of_one_text(now, before, told, tmp_path, m
     monkeypatch.setattr("train.run.watch_run", lambda *_: io.StringIO())
     said, file = Console(file=io.StringIO(), width=300), types.SimpleNamespace(write=lines.append)
     state = collections.namedtuple("State", "step params")(6, None)
-    conclude(this, state, tmp_path, file, checkpoints, said, [], Processes())
+    train_and_report(this, state, tmp_path, file, checkpoints, said, [], Processes())
     out = said.file.getvalue()
     assert f"held-out loss   {before}" in out and losses == []
     first = "held-out loss at step 6: 3.000" if told else "held-out loss before training: 5.000"

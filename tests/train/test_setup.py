@@ -47,7 +47,7 @@ def spied():
 
         patch.setattr(module, name, call)
 
-    for name in ("make_optimizer", "of_run", "make_update", "make_evaluate", "Pipeline", "Layout"):
+    for name in ("make_optimizer", "run_recipe", "make_update", "make_evaluate", "Pipeline", "Layout"):
         spy(setup, name)
     spy(model.models, "deepseek")
     spy(model.models, "given_plan")
@@ -59,7 +59,7 @@ def spied():
 def test_the_optimizer_gets_its_options(spied):
     _, seen = spied
     ((args, kwargs, _),) = seen["make_optimizer"]
-    recipe = seen["of_run"][0][2]
+    recipe = seen["run_recipe"][0][2]
     assert recipe.warmup == 7 and recipe.rates[0].start == 3e-3
     assert recipe.tokens == 77 * OTHER.tokens_per_step and recipe.bias_rates[0].start == 0.02
     assert args == (recipe.learning_rate,)
@@ -72,7 +72,7 @@ def test_the_update_gets_gradients_optimizer_and_bias_rate(spied):
     run, seen = spied
     ((args, _, update),) = seen["make_update"]
     assert args[0] is seen["Pipeline"][0][2].value_and_grad
-    recipe = seen["of_run"][0][2]
+    recipe = seen["run_recipe"][0][2]
     assert args[1] is seen["make_optimizer"][0][2]
     assert (args[2], *args[5:]) == (recipe.bias_rate, recipe.mtp_weight, recipe.learning_rate)
     assert args[4]["xla_cpu_enable_fast_min_max"] == "True"

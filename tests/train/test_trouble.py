@@ -2,15 +2,17 @@
 
 import pytest
 
-from train.trouble import WINDOW, Omens
+from train.trouble import WINDOW, WarningSigns
 
 
 def said(records, worst=9.67):
-    omens = Omens(worst, lambda step: 4e-3)
+    warning_signs = WarningSigns(worst, lambda step: 4e-3)
     return [
-        (number, omen)
+        (number, warning)
         for number, record in enumerate(records, 1)
-        for omen in omens.look({"step": number, "max_vio": 0.5, "drop_rate": 0.0, "loss": 3.0} | record)
+        for warning in warning_signs.check(
+            {"step": number, "max_vio": 0.5, "drop_rate": 0.0, "loss": 3.0} | record
+        )
     ]
 
 
@@ -43,10 +45,12 @@ def test_experts_that_all_take_part_never_collapse():
 
 def test_of_its_beginning_a_resumed_run_says_nothing():
     """Its own first loss is one among many that go up and down."""
-    omens = Omens(9.67, lambda step: 4e-3)
+    warning_signs = WarningSigns(9.67, lambda step: 4e-3)
     for step in range(500, 500 + 2 * WINDOW):
         assert (
-            omens.look({"step": step, "max_vio": 0.5, "drop_rate": 0.0, "loss": 2.0 if step == 500 else 2.2})
+            warning_signs.check(
+                {"step": step, "max_vio": 0.5, "drop_rate": 0.0, "loss": 2.0 if step == 500 else 2.2}
+            )
             == []
         )
 

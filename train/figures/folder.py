@@ -9,8 +9,8 @@ from pathlib import Path
 
 from train.config import ConfigError, TrainConfig
 from train.figures.metrics import read_records
-from train.lock import Held, locked
-from train.options import lasting, plain
+from train.lock import LockHeld, hold_lock
+from train.options import options_as_dict, without_start_options
 
 METRICS = "metrics.jsonl"
 CONFIG = "config.json"
@@ -19,7 +19,7 @@ SCHEDULE = "schedule.txt"
 LOCK = "lock"
 
 
-def find(config: TrainConfig, *, resume: bool) -> Path | None:
+def planned_folder(config: TrainConfig, *, resume: bool) -> Path | None:
     """The folder that a run will have, which is not made here; None if its name is found only when it is made.
 
     Raises:
@@ -28,12 +28,12 @@ def find(config: TrainConfig, *, resume: bool) -> Path | None:
     if config.name is None:
         return None
     folder = config.runs / config.name
-    if not resume and begun(folder):
+    if not resume and has_begun(folder):
         raise _taken(folder)
     return folder
 
 
-def begun(folder: Path) -> bool:
+def has_begun(folder: Path) -> bool:
     """Whether a run has done a step in a folder or left unreadable files there. A start that failed does not count."""
     saved, metrics = folder / CHECKPOINTS, folder / METRICS
     try:
@@ -45,49 +45,49 @@ def begun(folder: Path) -> bool:
     return bool(damaged) or any(record["step"] for record in records)
 
 
-def made(config: TrainConfig, *, resume: bool) -> Path:
+def make_folder(config: TrainConfig, *, resume: bool) -> Path:
     """The run's folder, made if it does not exist.
 
     Raises:
       ConfigError: it cannot be made, or another run has that name.
     """
-    folder = find(config, resume=resume)
+    folder = planned_folder(config, resume=resume)
     try:
         if folder is None:
-            return unnamed(config)
+            return make_unnamed_folder(config)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _unmade(folder or config.runs, error) from None
+        raise _cannot_make(folder or config.runs, error) from None
     return folder
 
 
 @contextmanager
-def claimed(config: TrainConfig, *, resume: bool) -> Iterator[Path]:
-    """The run's folder, made by ``made`` and held by ``held``.
+def claimed_folder(config: TrainConfig, *, resume: bool) -> Iterator[Path]:
+    """The run's folder, made by ``make_folder`` and locked by ``locked_folder``.
 
     Raises:
       ConfigError: it cannot be made or belongs to another run, ended or running.
     """
-    folder = made(config, resume=resume)
-    with held(folder, folder / LOCK):
-        # Another run may have begun since ``made``.
-        if not resume and begun(folder):
+    folder = make_folder(config, resume=resume)
+    with locked_folder(folder, folder / LOCK):
+        # Another run may have begun since ``make_folder``.
+        if not resume and has_begun(folder):
             raise _taken(folder)
         yield folder
 
 
 @contextmanager
-def held(folder: Path, lock: Path) -> Iterator[None]:
-    """Hold a run's folder by a lock file; see ``locked``.
+def locked_folder(folder: Path, lock: Path) -> Iterator[None]:
+    """Hold a run's folder by a lock file; see ``hold_lock``.
 
     Raises:
       ConfigError: another process holds it, or the file cannot be written.
     """
     with ExitStack() as holding:
-        with writing(folder):
+        with reporting_write_errors(folder):
             try:
-                holding.enter_context(locked(lock))
-            except Held as by:
+                holding.enter_context(hold_lock(lock))
+            except LockHeld as by:
                 raise ConfigError(
                     f"--name {folder.name}: {by} is at work in {folder}; let it end, or stop it there with SIGTERM, "
                     "at which it saves"
@@ -96,7 +96,7 @@ def held(folder: Path, lock: Path) -> Iterator[None]:
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
+def reporting_write_errors(folder: Path) -> Iterator[None]:
     """Turn an OSError at the start of a run into an error of one line.
 
     Raises:
@@ -111,11 +111,11 @@ def writing(folder: Path) -> Iterator[None]:
 def write_config(config: TrainConfig, folder: Path) -> None:
     """Write all options except those of one start into a folder, in the form that --config reads."""
     new = folder / f"{CONFIG}.new"
-    new.write_text(json.dumps(plain(lasting(config)), indent=2) + "\n")
+    new.write_text(json.dumps(options_as_dict(without_start_options(config)), indent=2) + "\n")
     os.replace(new, folder / CONFIG)
 
 
-def unnamed(config: TrainConfig) -> Path:
+def make_unnamed_folder(config: TrainConfig) -> Path:
     """Make a folder that no other run has, even if two runs begin in the same second."""
     config.runs.mkdir(parents=True, exist_ok=True)
     name = f"{config.step.schedule}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -129,7 +129,7 @@ def unnamed(config: TrainConfig) -> Path:
     raise OSError(0, "a thousand runs began in this second")
 
 
-def _unmade(folder: Path, error: OSError) -> ConfigError:
+def _cannot_make(folder: Path, error: OSError) -> ConfigError:
     return ConfigError(f"--runs: cannot make {folder}: {error.strerror}")
 
 

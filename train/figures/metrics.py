@@ -22,11 +22,11 @@ class MetricsFile:
     """``metrics.jsonl``: one JSON object per line, written immediately, so that a run that is cut short keeps them.
 
     Attributes:
-      kept: the records of an earlier part of the run that stay.
+      earlier_records: the records of an earlier part of the run that stay.
       damage: what was wrong with the file, in words; None if nothing was.
     """
 
-    kept: list[dict[str, Any]]
+    earlier_records: list[dict[str, Any]]
     _file: IO[bytes] | None
 
     def __init__(self, path: Path | None, upto: int = -1):
@@ -36,9 +36,9 @@ class MetricsFile:
         whole old file is kept under another name. Without a path nothing is written: of several processes one writes.
         """
         self.damage: str | None = None
-        self._path, self._waiting = path, b""
+        self._path, self._unwritten = path, b""
         if path is None:
-            self.kept, self._file = [], None
+            self.earlier_records, self._file = [], None
             return
         records, bad = read_records(path)
         if bad:
@@ -46,10 +46,10 @@ class MetricsFile:
             shutil.copyfile(path, aside)
             numbers = ", ".join(map(str, bad[:5])) + (" ..." if len(bad) > 5 else "")
             self.damage = f"{path} has lines that cannot be read ({numbers}); as it was it is kept in {aside}"
-        self.kept = [record for record in records if record["step"] <= upto]
+        self.earlier_records = [record for record in records if record["step"] <= upto]
         # Written under another name and renamed, so that a kill leaves the old file or the new one.
         whole = path.with_suffix(".new")
-        whole.write_text("".join(json.dumps(record) + "\n" for record in self.kept))
+        whole.write_text("".join(json.dumps(record) + "\n" for record in self.earlier_records))
         os.replace(whole, path)
         self._file = path.open("ab", buffering=0)
 
@@ -60,7 +60,7 @@ class MetricsFile:
         """
         if self._file is None:
             return
-        self._waiting += (json.dumps(_plain(record)) + "\n").encode()
+        self._unwritten += (json.dumps(_without_nonfinite(record)) + "\n").encode()
         self._flush()
 
     def close(self) -> None:
@@ -70,7 +70,7 @@ class MetricsFile:
         try:
             self._flush()
         except OSError as error:
-            lost = self._waiting.count(b"\n")
+            lost = self._unwritten.count(b"\n")
             raise OSError(
                 error.errno, f"{error.strerror}; lost at its end: {how_many(lost, 'record')}", str(self._path)
             ) from None
@@ -80,8 +80,8 @@ class MetricsFile:
     def _flush(self) -> None:
         assert self._file is not None
         # A disk that is nearly full may take only a part.
-        while self._waiting:
-            self._waiting = self._waiting[self._file.write(self._waiting) :]
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
@@ -100,7 +100,7 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     return records, bad
 
 
-class Pace:
+class StepTimes:
     """How fast a run is, from its latest steps. The first step compiles, so it is not counted."""
 
     def __init__(self) -> None:
@@ -137,10 +137,12 @@ class Display:
             self._bar = Progress(BarColumn(bar_width=12), line, console=console)
             self._task = self._bar.add_task("compiling the step ...", total=num_steps, completed=first - 1)
 
-    def step(self, step: int, record: dict[str, Any], pace: Pace) -> None:
+    def step(self, step: int, record: dict[str, Any], step_times: StepTimes) -> None:
         """Show a finished step. Steps are counted from 1."""
         count = f"{step:>{len(str(self._num_steps))}}/{self._num_steps}"
-        text = f"{count}  {describe(record, pace.remaining(self._num_steps - step), step == self._first)}"
+        text = (
+            f"{count}  {describe(record, step_times.remaining(self._num_steps - step), step == self._first)}"
+        )
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=text)
         elif step % self._every == 0 or step in (self._first, self._num_steps):
@@ -175,9 +177,9 @@ def describe(record: dict[str, Any], remaining: str, compiled: bool = False) -> 
     return f"{text}  dropped {record['drop_rate']:.1%}" if record["dropped"] else text
 
 
-def _plain(value: Any) -> Any:
+def _without_nonfinite(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {name: _plain(part) for name, part in value.items()}
+        return {name: _without_nonfinite(part) for name, part in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

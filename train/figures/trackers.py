@@ -89,7 +89,7 @@ class Trackers:
       file: the first tracker, metrics.jsonl.
       names: names in ``TRACKERS`` of the other trackers.
       folder: the folder of the run.
-      config: the run's options, as ``train.options.plain`` gives them.
+      config: the run's options, as ``train.options.options_as_dict`` gives them.
       first: the number of steps that an earlier part of the run did.
       say: called with messages for the user. A tracker that fails does not end the run; that is reported once, until
         the tracker works again.

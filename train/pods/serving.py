@@ -29,7 +29,7 @@ from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from models.decode import Decoder, Rows, decoder, init_cache
 from models.decode.experts import weight_specs
 from models.decode.programs import BLOCKS, ROWS, in_one_batch, in_two_microbatches, jit_step
-from train.model import check_eight_bits, in_precision, size
+from train.model import check_eight_bits, in_precision, named_config
 
 SERVING_STEPS = "prefill", "decode"
 """The steps of serving that can be compiled."""
@@ -122,7 +122,7 @@ def build_step(request: Request, target: Target, devices: Sequence[Any]) -> Serv
 def serving_config(plan: Plan) -> models.Config:
     """The model's configuration with a few layers, none of which is dense unless that is asked for."""
     changes = {"num_dense_layers": 0} | plan.changes
-    return in_precision(size(plan.model, plan.layers_per_stage or NUM_LAYERS, changes), plan)
+    return in_precision(named_config(plan.model, plan.layers_per_stage or NUM_LAYERS, changes), plan)
 
 
 def lower(step: ServingStep, *, overlap: bool) -> Any:

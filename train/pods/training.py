@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import models
 from dualpipe_jax.pods import Dispatch, Plan, Program, Setting, Update
 from dualpipe_jax.schedule import Schedule
-from train.model import check_eight_bits, count_parameters, in_precision, model_flops, size, staged
+from train.model import check_eight_bits, count_parameters, in_precision, model_flops, named_config, staged
 from train.state.layout import Layout, abstract_state
 from train.step import make_optimizer, make_update
 
@@ -27,7 +27,7 @@ def make_training_step(name: str, setting: Setting, **changes: float) -> Program
     plan, schedule = setting.plan, setting.schedule
     num_stages = schedule.placement.num_model_stages
     layers = None if plan.layers_per_stage is None else plan.layers_per_stage * num_stages
-    config = in_precision(size(name, layers, changes), plan)
+    config = in_precision(named_config(name, layers, changes), plan)
     if config.num_experts % plan.ep:
         raise ValueError(f"--ep {plan.ep}: must divide the {config.num_experts} experts of {name}")
     if isinstance(setting.mesh, jax.sharding.Mesh):

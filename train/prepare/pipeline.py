@@ -18,7 +18,7 @@ from train.data.inputs import File, Piece, find, pieces
 from train.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Shard, loads
 from train.data.remote import cache_folder, is_url, open_filesystem
 from train.data.vocabulary import BYTES, open_vocabulary
-from train.lock import Held, locked
+from train.lock import LockHeld, hold_lock
 from train.prepare import cluster, query
 from train.prepare.files import (
     Folder,
@@ -245,8 +245,8 @@ def _held(work: Folder) -> Iterator[None]:
     file.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as holding:
         try:
-            holding.enter_context(locked(file))
-        except Held as by:
+            holding.enter_context(hold_lock(file))
+        except LockHeld as by:
             raise DataError(f"{by} is at work in {url_of(work)}; let it end first") from None
         except OSError as error:
             raise DataError(f"cannot lock {file}: {error.strerror or error}; name another --work") from None

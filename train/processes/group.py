@@ -19,7 +19,7 @@ from rich.console import Console
 
 from dualpipe_jax.parallel.mesh import batch_spec
 from train.config import ConfigError, TrainConfig
-from train.options import plain
+from train.options import options_as_dict
 from train.processes import coordination
 from train.processes.heartbeat import Heartbeat
 
@@ -179,7 +179,7 @@ def connected_processes(heartbeat: Heartbeat) -> Processes:
 
 def common_facts(config: TrainConfig, corpus: str) -> dict[str, str]:
     """Facts that must be equal in all processes, short enough to be shown. ``corpus`` is the corpus's fingerprint."""
-    options = plain(config)
+    options = options_as_dict(config)
     options["launch"] = {
         name: value for name, value in options["launch"].items() if name not in PER_PROCESS_OPTIONS
     }

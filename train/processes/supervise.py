@@ -16,8 +16,8 @@ from pathlib import Path
 from dualpipe_jax.present.numbers import how_many
 from dualpipe_jax.processes import free_port, gpu_environment, too_few_gpus
 from train.config import ConfigError, LaunchConfig, TrainConfig, configure, make_schedule
-from train.figures.folder import LOCK, held, made, writing
-from train.options import plain
+from train.figures.folder import LOCK, locked_folder, make_folder, reporting_write_errors
+from train.options import options_as_dict
 from train.processes.devices import device_flags, set_devices
 from train.processes.watcher import StopRequests, run_once
 
@@ -54,17 +54,17 @@ def supervise(config: TrainConfig, *, resume: bool) -> int:
         )
     if config.launch.devices == "accelerator" and not config.launch.one_gpu and (why := too_few_gpus(count)):
         raise ConfigError(why)
-    of_run = made(config, resume=resume)
-    config, folder = dataclasses.replace(config, name=of_run.name), of_run / "processes"
-    with writing(of_run):
+    run_folder = make_folder(config, resume=resume)
+    config, folder = dataclasses.replace(config, name=run_folder.name), run_folder / "processes"
+    with reporting_write_errors(run_folder):
         folder.mkdir(exist_ok=True)
 
     def commands(config: TrainConfig, attempt: int) -> list[list[str]]:
-        with writing(of_run):
+        with reporting_write_errors(run_folder):
             return command_lines(config, folder / f"{attempt}", resume=resume or attempt > 0)
 
     # Not the run's own lock: process 0 holds that one, and it is free while processes are started again.
-    with held(of_run, folder / LOCK), StopRequests() as requests:
+    with locked_folder(run_folder, folder / LOCK), StopRequests() as requests:
         return run_with_restarts(config, commands, folder, requests)
 
 
@@ -72,7 +72,7 @@ def command_lines(config: TrainConfig, where: Path, *, resume: bool) -> list[lis
     """The command of each process, with all options in one file, a free port and the number of the process."""
     options, count = Path(f"{where}.options.json"), config.launch.processes or 1
     alone = configure(config, processes=None, one_gpu=False, restarts=LaunchConfig.restarts, shrink=False)
-    options.write_text(json.dumps(plain(alone), indent=2) + "\n")
+    options.write_text(json.dumps(options_as_dict(alone), indent=2) + "\n")
     line = [sys.executable, "-P", "-m", "train", "--config", str(options), "--name", str(config.name)]
     line += ["--runs", str(config.runs), "--coordinator", f"127.0.0.1:{free_port()}"]
     line += ["--num-processes", str(count), *(["--resume"] if resume else [])]

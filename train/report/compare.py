@@ -14,7 +14,7 @@ from train.report.page import charts, loss_chart, render
 METRICS = ("loss", "grad_norm")
 """The metrics that are compared. metrics.jsonl has all their digits, so equal numbers mean equal bits."""
 
-_BESIDE: tuple[tuple[str, tuple[str, ...], dict[str, bool]], ...] = (
+_COMPARED_CHARTS: tuple[tuple[str, tuple[str, ...], dict[str, bool]], ...] = (
     ("gradient norm", ("grad_norm",), {"log": True}),
     ("tokens a second", ("tokens_per_s",), {"zero": True}),
     ("MaxVio", ("max_vio",), {"zero": True}),
@@ -68,10 +68,10 @@ def compare(runs: Sequence[RunFolder]) -> list[Comparison]:
     """
     if len(runs) < 2:
         raise ConfigError("--compare: wants two runs or more, such as --compare runs/a runs/b")
-    return [_beside(runs[0], other) for other in runs[1:]]
+    return [_compare_with_first(runs[0], other) for other in runs[1:]]
 
 
-def _beside(first: RunFolder, other: RunFolder) -> Comparison:
+def _compare_with_first(first: RunFolder, other: RunFolder) -> Comparison:
     ours, theirs = ({record["step"]: record for record in run.steps} for run in (first, other))
     common = sorted(ours.keys() & theirs.keys())
     differing = (
@@ -102,7 +102,7 @@ def write_comparison(runs: Sequence[RunFolder], found: Sequence[Comparison], pat
         "alarms": [str(one) for one in found],
         "tiles": [],
         "sections": [
-            {"title": "Curves", "charts": [loss_chart(runs), *charts(runs, _BESIDE)]},
+            {"title": "Curves", "charts": [loss_chart(runs), *charts(runs, _COMPARED_CHARTS)]},
             {"title": "Options that differ", "tables": [differing]},
         ],
     }

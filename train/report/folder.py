@@ -16,7 +16,7 @@ from typing import Any
 from train.config import FLAGS, ConfigError, TrainConfig, option
 from train.figures.metrics import read_records
 from train.options import apply
-from train.recipe import is_own
+from train.recipe import is_overridden
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy")
 
@@ -70,11 +70,11 @@ class RunFolder:
     def series(self, name: str) -> tuple[list[int], list[Any]]:
         """(steps that have a metric, its values). ``outer/inner`` is a metric of an inner record. A value is None if it
         was not a finite number."""
-        found = [(r["step"], value) for r in self.steps for value in _look(r, name)]
+        found = [(r["step"], value) for r in self.steps for value in _values_at(r, name)]
         return [step for step, _ in found], [value for _, value in found]
 
 
-def _look(record: Any, name: str) -> list[Any]:
+def _values_at(record: Any, name: str) -> list[Any]:
     """[the value of that name], or [] if there is none."""
     for part in name.split("/"):
         if not isinstance(record, Mapping) or part not in record:
@@ -117,7 +117,7 @@ def command_line(config: TrainConfig) -> str:
     words = ["scripts/train"]
     for flag in FLAGS:
         value = option(config, flag)
-        if not is_own(config, flag):
+        if not is_overridden(config, flag):
             continue
         if isinstance(value, bool):
             words.append(flag if value else flag.replace("--", "--no-", 1))

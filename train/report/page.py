@@ -13,7 +13,7 @@ from dualpipe_jax.profile.timelines import Drawn, drawn, timelines
 from dualpipe_jax.schedule import simulate
 from train.config import FLAGS, ConfigError, TrainConfig, make_schedule, option
 from train.figures.step import PARTS
-from train.recipe import is_own
+from train.recipe import is_overridden
 from train.report.folder import RunFolder, command_line
 
 Page = dict[str, Any]
@@ -26,7 +26,7 @@ Page = dict[str, Any]
   timelines: see ``dualpipe_jax.profile.timelines``.    table: {"title"?, "head"?, "rows": [[name, *cells]]}."""
 
 _HERE = Path(__file__).parent
-_ONE, _CELLS, _POINTS = 64, 1_000_000, 2000
+_MEAN_LOAD_BYTE, _MAX_CELLS, _MAX_POINTS = 64, 1_000_000, 2000
 """The byte that stands for the mean load; the largest number of cells of the heat map; that of points of a curve."""
 
 _CURVES: tuple[tuple[str, tuple[str, ...], dict[str, bool]], ...] = (
@@ -135,7 +135,7 @@ def _curve(run: RunFolder, metric: str, name: str) -> dict[str, Any]:
     if metric == "step_s" and len(x) > 1:
         # The first step compiles, and would flatten all others.
         x, y = x[1:], y[1:]
-    stride = -(-len(x) // _POINTS) or 1
+    stride = -(-len(x) // _MAX_POINTS) or 1
     return {"name": name, "x": x[::stride], "y": y[::stride]}
 
 
@@ -150,12 +150,12 @@ def _heat(run: RunFolder) -> dict[str, Any]:
     if not loads or len({np.shape(load) for load in loads}) > 1:
         return {}
     values = np.asarray(loads, float)  # [steps, layers, experts]
-    stride = -(-values.size // _CELLS)
+    stride = -(-values.size // _MAX_CELLS)
     steps, values = steps[::stride], values[::stride]
     parts = values / np.maximum(values.mean(-1, keepdims=True), 1e-9)
-    codes = np.minimum(np.round(parts * _ONE), 255).astype(np.uint8)
+    codes = np.minimum(np.round(parts * _MEAN_LOAD_BYTE), 255).astype(np.uint8)
     encoded = base64.b64encode(codes.tobytes()).decode()
-    return {"heat": {"shape": list(codes.shape), "steps": steps, "one": _ONE, "values": encoded}}
+    return {"heat": {"shape": list(codes.shape), "steps": steps, "one": _MEAN_LOAD_BYTE, "values": encoded}}
 
 
 def _timeline_section(measured: Sequence[Drawn], theory: Drawn) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def _options(config: TrainConfig) -> list[dict[str, Any]]:
     for flag, path in FLAGS.items():
         value = option(config, flag)
         text = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        row = [flag.removeprefix("--"), {"own": text} if is_own(config, flag) else text]
+        row = [flag.removeprefix("--"), {"own": text} if is_overridden(config, flag) else text]
         tables.setdefault(path[0] if len(path) > 1 else "run", []).append(row)
     return [{"title": title, "rows": rows} for title, rows in tables.items()]
 

@@ -13,7 +13,7 @@ import models
 from models.weights.native import PROOF, digest
 from train.config import TrainConfig
 from train.errors import CheckpointError
-from train.options import in_todays_sections, plain
+from train.options import in_current_sections, options_as_dict
 
 FORMAT = 1
 """The number of the format of checkpoints; raised when an older reader would misread them."""
@@ -57,7 +57,7 @@ def describe(
         "tokenizer": tokenizer,
         "published": {"eos_token_id": separator},  # for config.json
         "seed": config.seed,
-        "options": plain(config),
+        "options": options_as_dict(config),
         "layout": {name: getattr(config.step, name) for name in LAYOUT} | {"processes": jax.process_count()},
         "platform": {"devices": jax.devices()[0].device_kind, "machine": platform.machine()} | _sums(config),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy")},
@@ -142,7 +142,7 @@ def changes(saved: Facts, ours: Facts) -> list[str]:
     if saved.get("platform") == ours["platform"] and ours["platform"].get("sums") == ANY_ORDER:
         found.insert(0, "not bit for bit: this GPU adds in any order; a run with --deterministic adds in one")
     # An option that did not exist yet had today's default.
-    before = _leaves(plain(TrainConfig())) | _leaves(in_todays_sections(saved.get("options", {})))
+    before = _leaves(options_as_dict(TrainConfig())) | _leaves(in_current_sections(saved.get("options", {})))
     now = _leaves(ours["options"])
     options = [name for name in now if before[name] != now[name] and not name.startswith(_SILENT)]
     if options:

@@ -12,7 +12,14 @@ import jax
 import pytest
 
 from train.config import ConfigError, configure
-from train.figures.folder import CHECKPOINTS, CONFIG, METRICS, claimed, find, writing
+from train.figures.folder import (
+    CHECKPOINTS,
+    CONFIG,
+    METRICS,
+    claimed_folder,
+    planned_folder,
+    reporting_write_errors,
+)
 from train.figures.metrics import MetricsFile
 from train.figures.trackers import Trackers
 from train.run import report
@@ -90,21 +97,21 @@ def test_good_lines_are_kept_whatever_stands_between_them(tmp_path):
     before = path.read_bytes()
     (tmp_path / "all").mkdir()
     with closing(MetricsFile(shutil.copy(path, tmp_path / "all" / METRICS), upto=6)) as file:
-        assert file.kept == good
+        assert file.earlier_records == good
     with closing(MetricsFile(path, upto=5)) as file:
-        assert file.kept == good[:5]
+        assert file.earlier_records == good[:5]
         (aside,) = tmp_path.glob(f"{METRICS}.damaged.*")
         told = f"{path} has lines that cannot be read (3, 4, 5, 6); as it was it is kept in {aside}"
         assert file.damage == told
         assert aside.read_bytes() == before
     assert lines(path) == good[:5]
     with closing(MetricsFile(path, upto=3)) as file:
-        assert file.damage is None and file.kept == good[:3]
+        assert file.damage is None and file.earlier_records == good[:3]
 
 
 def test_no_room_at_the_start_is_one_line(tmp_path):
     words = f"--runs: cannot write into {tmp_path}: No space left on device"
-    with pytest.raises(ConfigError, match=words), writing(tmp_path):
+    with pytest.raises(ConfigError, match=words), reporting_write_errors(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -112,17 +119,17 @@ def test_no_room_at_the_start_is_one_line(tmp_path):
 def test_a_start_that_failed_can_be_made_again(tmp_path, left):
     """With the same command, once what it failed of is mended."""
     config = configure(runs=tmp_path, name="run")
-    with pytest.raises(OSError, match="No space left"), claimed(config, resume=False) as folder:
+    with pytest.raises(OSError, match="No space left"), claimed_folder(config, resume=False) as folder:
         (folder / CHECKPOINTS).mkdir()
         (folder / CONFIG).write_text("{}")
         (folder / METRICS).write_text(left)
         raise OSError(errno.ENOSPC, "No space left on device")
-    assert find(config, resume=False) == folder
+    assert planned_folder(config, resume=False) == folder
     told = (
         f"--name run: process {os.getpid()} on {platform.node()} is at work in {folder}; let it end, or stop"
     )
-    with claimed(config, resume=False), pytest.raises(ConfigError, match=told):
-        claimed(config, resume=False).__enter__()
+    with claimed_folder(config, resume=False), pytest.raises(ConfigError, match=told):
+        claimed_folder(config, resume=False).__enter__()
 
 
 @pytest.mark.parametrize(
@@ -139,7 +146,10 @@ def test_what_a_run_has_done_is_not_done_over(tmp_path, part, text):
     file = tmp_path / "run" / part
     file.parent.mkdir(parents=True)
     file.write_text(text)
-    for start in (lambda: find(config, resume=False), lambda: claimed(config, resume=False).__enter__()):
+    for start in (
+        lambda: planned_folder(config, resume=False),
+        lambda: claimed_folder(config, resume=False).__enter__(),
+    ):
         with pytest.raises(
             ConfigError, match="holds a run already; pick another name, remove it, or go on with"
         ):

@@ -13,7 +13,7 @@ from dualpipe_jax.profile.timelines import drawn
 from dualpipe_jax.schedule import CostModel, dualpipe, simulate, zb_h1
 from train.__main__ import main
 from train.config import ConfigError, configure
-from train.options import parse, plain
+from train.options import options_as_dict, parse
 from train.report import RunFolder, compare, write_report
 from train.report.folder import command_line
 from train.report.page import render, report_page
@@ -29,7 +29,7 @@ def record(step, loss, **more):
 
 def make_run(folder, losses=LOSSES, records=(), **options):
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(plain(configure(**OPTIONS | options))))
+    (folder / "config.json").write_text(json.dumps(options_as_dict(configure(**OPTIONS | options))))
     lines = [
         {"step": 0, "heldout_loss": 5.545},
         *(record(i + 1, loss) for i, loss in enumerate(losses)),

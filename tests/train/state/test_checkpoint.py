@@ -19,7 +19,7 @@ from tests.train.state.test_state import check_lies
 from train.__main__ import main
 from train.config import CheckpointConfig, configure
 from train.errors import CheckpointError
-from train.options import plain
+from train.options import options_as_dict
 from train.processes.group import Processes
 from train.state import checkpoint
 from train.state.checkpoint import ASIDE, FOLDER, Checkpoints, _read, verify
@@ -289,7 +289,7 @@ def test_changed_options_are_said(run):
 
 def test_options_that_there_were_not_yet_are_no_change():
     same = {"layout": {}, "platform": {}, "versions": {}}
-    ours = same | {"options": plain(configure())}
+    ours = same | {"options": options_as_dict(configure())}
     saved = same | {"options": {"mesh": {"pp": 2}, "optimizer": {"steps": 3}, "model": {"remat": "all"}}}
     told = "optimizer.steps 3 -> 250, step.remat all -> none"
     assert [set(line.split(": ")[1].split(", ")) for line in changes(saved, ours)] == [set(told.split(", "))]
@@ -442,7 +442,8 @@ def test_check_wants_a_run(tmp_path, capsys):
 )
 def test_a_run_that_goes_on_on_a_gpu_is_told_of_its_sums(before, now, says):
     saved, ours = (
-        {"options": plain(configure()), "platform": {"devices": "H100", "sums": s}} for s in (before, now)
+        {"options": options_as_dict(configure()), "platform": {"devices": "H100", "sums": s}}
+        for s in (before, now)
     )
     for key in ("layout", "versions"):
         saved[key] = ours[key] = {}
