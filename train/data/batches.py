@@ -7,7 +7,7 @@ import numpy as np
 
 from train.data.permutation import permute
 
-ORDER = 1
+ORDER_VERSION = 1
 """Version of the rules below: under other rules the same data gives other batches."""
 
 
@@ -46,7 +46,7 @@ def pack(windows: np.ndarray, separator: int) -> Batch:
     )
 
 
-def place(numbers: np.ndarray, length: int, sequence: int, *key: object) -> np.ndarray:
+def window_starts(numbers: np.ndarray, length: int, sequence: int, *key: object) -> np.ndarray:
     """The first tokens of sequences ``numbers``, int64 [n], in a stream of ``length`` tokens, as int64 [n].
 
     Every epoch cuts the stream into windows, from a first token of its own on, and visits each once in an order of its
@@ -58,16 +58,16 @@ def place(numbers: np.ndarray, length: int, sequence: int, *key: object) -> np.n
     starts = np.empty_like(places)
     for epoch in np.unique(epochs).tolist():
         here = epochs == epoch
-        bits = _bits(*key, epoch)
+        bits = _hash_bits(*key, epoch)
         starts[here] = permute(places[here], num_windows, bits) * sequence + (bits >> 64) % (slack + 1)
     return starts
 
 
-def spread(count: int, length: int, sequence: int) -> np.ndarray:
+def even_starts(count: int, length: int, sequence: int) -> np.ndarray:
     """The first tokens of ``count`` windows that are spread evenly over a stream, int64 [count]."""
     return np.linspace(0, length - sequence - 1, count).astype(np.int64)
 
 
-def _bits(*key: object) -> int:
+def _hash_bits(*key: object) -> int:
     """A pseudorandom integer of 128 bits, from a hash of the key."""
     return int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:16], "little")

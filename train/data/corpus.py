@@ -16,7 +16,7 @@ import numpy as np
 from train.data import batches
 from train.data.batches import Batch
 from train.data.errors import DataError
-from train.data.mixture import Mixture, mixture, parts
+from train.data.mixture import Mixture, mixture, whole_weights
 from train.data.streams import ArrayStream, Stream
 from train.data.vocabulary import BYTES, Vocabulary
 
@@ -87,8 +87,8 @@ class Corpus:
         """A hash of data, vocabulary, proportions and rules. Where it is equal, equal seeds and shapes give equal
         batches."""
         prints = [source.fingerprint for source in self.sources]
-        shares = parts([source.weight for source in self.sources])
-        content = json.dumps([batches.ORDER, self.vocabulary.fingerprint, prints, shares])
+        shares = whole_weights([source.weight for source in self.sources])
+        content = json.dumps([batches.ORDER_VERSION, self.vocabulary.fingerprint, prints, shares])
         return hashlib.sha256(content.encode()).hexdigest()
 
     def train_batch(
@@ -121,7 +121,7 @@ class Corpus:
         windows = np.empty((wanted.size, sequence + 1), np.int32)
         for number, source in enumerate(self.sources):
             here = sources == number
-            starts = batches.place(numbers[here], len(source.train), sequence, seed, number)
+            starts = batches.window_starts(numbers[here], len(source.train), sequence, seed, number)
             windows[here] = source.train.windows(starts, sequence + 1)
         return self._packed(windows.reshape(*wanted.shape, sequence + 1), columns)
 
@@ -138,7 +138,7 @@ class Corpus:
         windows = np.empty((num_sequences, sequence + 1), np.int32)
         for number, source in enumerate(self.sources):
             here = sources == number
-            starts = batches.spread(int(here.sum()), len(source.heldout), sequence)
+            starts = batches.even_starts(int(here.sum()), len(source.heldout), sequence)
             windows[here] = source.heldout.windows(starts, sequence + 1)
         size = num_microbatches * microbatch_size
         total = -(-num_sequences // size) * size

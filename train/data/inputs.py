@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from dualpipe_jax.installing import install_command
 from train.data.errors import DataError
-from train.data.records import SAVED, is_records, read_records
+from train.data.records import DATASET_INFO, is_records, read_records
 from train.data.remote import is_url, open_filesystem
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ PIECE = 2**26
 
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _LINES = (".jsonl", ".ndjson")
-_ERRORS = (
+_LIBRARY_ERRORS = (
     ("pyarrow", "ArrowException"),
     ("backports.zstd", "ZstdError"),
     ("compression.zstd", "ZstdError"),
@@ -33,7 +33,7 @@ _ERRORS = (
     ("httpx", "HTTPError"),
     ("httpx2", "HTTPError"),
 )
-_CHANGED = ("mtime", "ETag", "etag", "LastModified", "Last-Modified", "updated")
+_VERSION_KEYS = ("mtime", "ETag", "etag", "LastModified", "Last-Modified", "updated")
 """The names that file systems use for the time of a file's last change, or for its version."""
 
 
@@ -73,7 +73,7 @@ class Piece:
     size: int = 0
 
 
-def find(paths: Sequence[str], leave_out: Sequence[str] = ()) -> list[File]:
+def find_files(paths: Sequence[str], leave_out: Sequence[str] = ()) -> list[File]:
     """All files that paths, folders, globs and URLs stand for, each once; hidden ones are left out.
 
     Args:
@@ -94,14 +94,14 @@ def find(paths: Sequence[str], leave_out: Sequence[str] = ()) -> list[File]:
             for name, info in sorted(_list(filesystem, inside), key=lambda pair: pair[0]):
                 if not f"{name}/".startswith(left_out):
                     url = filesystem.unstrip_protocol(name)
-                    changed = next((str(info[key]) for key in _CHANGED if info.get(key)), "")
+                    changed = next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
                     found[url] = File(url, kind_of(name), int(info["size"] or 0), changed)
     if not found:
         raise DataError(f"--data: nothing to read in {', '.join(paths)}")
     return list(found.values())
 
 
-def pieces(files: Sequence[File], size: int = PIECE) -> list[Piece]:
+def cut_into_pieces(files: Sequence[File], size: int = PIECE) -> list[Piece]:
     """Pieces of about ``size`` bytes: large files are cut if their kind allows it, small texts are grouped."""
     found: list[Piece] = []
     texts: list[File] = []
@@ -143,14 +143,14 @@ def _refuse(error: DataError) -> None:
     raise error
 
 
-def documents(piece: Piece, key: str, bad: Callable[[DataError], None] = _refuse) -> Iterator[bytes]:
+def documents(piece: Piece, key: str, on_bad_line: Callable[[DataError], None] = _refuse) -> Iterator[bytes]:
     """The documents of a piece, in order.
 
     Args:
       piece: the piece to read.
       key: the field or column that holds the text.
-      bad: called with the error of a line of JSON that cannot be used. The line is left out, unless ``bad`` raises the
-        error, as it does by default.
+      on_bad_line: called with the error of a line of JSON that cannot be used. The line is left out, unless it raises
+        the error, as it does by default.
 
     Raises:
       DataError: a file cannot be read or is not what its name says, or has no such field.
@@ -162,7 +162,7 @@ def documents(piece: Piece, key: str, bad: Callable[[DataError], None] = _refuse
                     with _readable(url), _open(url) as file:
                         yield file.read()
             case "lines":
-                yield from _lines(piece, key, bad)
+                yield from _lines(piece, key, on_bad_line)
             case "parquet":
                 yield from _rows(piece, key)
             case "records":
@@ -177,20 +177,20 @@ def _readable(place: str) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except _damage() as error:
+    except _read_errors() as error:
         why = getattr(error, "strerror", None) or error.__cause__ or error
         raise DataError(f"--data: cannot read {place}: {' '.join(str(why).split())}") from None
 
 
-def _damage() -> tuple[type[Exception], ...]:
+def _read_errors() -> tuple[type[Exception], ...]:
     """The errors for a file that cannot be read, was cut short or is damaged, with those of all loaded libraries."""
-    loaded = ((sys.modules.get(module), error) for module, error in _ERRORS)
+    loaded = ((sys.modules.get(module), error) for module, error in _LIBRARY_ERRORS)
     others = (getattr(module, error) for module, error in loaded if module is not None)
     # ValueError: fsspec raises it for servers that do not send parts of a file.
     return OSError, EOFError, ValueError, zlib.error, lzma.LZMAError, *others
 
 
-def _lines(piece: Piece, key: str, bad: Callable[[DataError], None]) -> Iterator[bytes]:
+def _lines(piece: Piece, key: str, on_bad_line: Callable[[DataError], None]) -> Iterator[bytes]:
     (url,) = piece.urls
     with _open(url) as file:
         at = piece.start
@@ -209,7 +209,7 @@ def _lines(piece: Piece, key: str, bad: Callable[[DataError], None]) -> Iterator
                 try:
                     text = _field(line, key, f"{url}, byte {at}")
                 except DataError as error:
-                    bad(error)
+                    on_bad_line(error)
                 else:
                     yield text
             at += len(line)
@@ -305,10 +305,10 @@ def _list(filesystem: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, info in filesystem.find(path, detail=True).items():
         if any(part.startswith(".") for part in name[len(path) :].split("/")):
             continue
-        if name.endswith(f"/{SAVED}"):
+        if name.endswith(f"/{DATASET_INFO}"):
             raise DataError(
-                f"--data {path}: holds a data set, whose files are no documents: name {name.removesuffix(f'/{SAVED}')} "
-                "and what else is to be read, each by itself"
+                f"--data {path}: holds a data set, whose files are no documents: name "
+                f"{name.removesuffix(f'/{DATASET_INFO}')} and what else is to be read, each by itself"
             )
         if info.get("islink"):
             # The size and time of the link's target, which may change.

@@ -166,10 +166,10 @@ def open_prepared(folder: Path) -> tuple[Source, Vocabulary]:
         fingerprint=manifest.fingerprint,
         weight=max(1, len(train)),
     )
-    return source, open_its_vocabulary(folder, manifest)
+    return source, open_prepared_vocabulary(folder, manifest)
 
 
-def open_its_vocabulary(folder: Path, manifest: Manifest) -> Vocabulary:
+def open_prepared_vocabulary(folder: Path, manifest: Manifest) -> Vocabulary:
     """The vocabulary of a prepared folder. Raises DataError if its tokenizer is missing or has changed."""
     if manifest.tokenizer is None:
         return Vocabulary(manifest.vocab, manifest.separator)
@@ -181,7 +181,7 @@ def open_its_vocabulary(folder: Path, manifest: Manifest) -> Vocabulary:
     return Vocabulary(manifest.vocab, manifest.separator, file)
 
 
-def fetch(url: str | Path) -> Path:
+def fetch_prepared(url: str | Path) -> Path:
     """Copy a prepared folder into the cache and return the copy's path. Files that are there already are not fetched
     again: a file gets its name only when it is complete.
 

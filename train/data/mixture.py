@@ -44,7 +44,7 @@ def mixture(weights: Sequence[float]) -> Mixture:
     Raises:
       DataError: a weight is not above 0.
     """
-    counts = np.array(parts(weights), np.int64)
+    counts = np.array(whole_weights(weights), np.int64)
     period = int(counts.sum())
     taken = np.zeros_like(counts)
     order, before = np.empty(period, np.int64), np.empty(period, np.int64)
@@ -56,7 +56,7 @@ def mixture(weights: Sequence[float]) -> Mixture:
     return Mixture(order, before, counts)
 
 
-def parts(weights: Sequence[float]) -> list[int]:
+def whole_weights(weights: Sequence[float]) -> list[int]:
     """Weights as whole numbers in the same proportion and lowest terms, or rounded; see ``LARGEST_PERIOD``."""
     for weight in weights:
         if not (weight > 0 and math.isfinite(weight)):

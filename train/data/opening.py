@@ -7,9 +7,9 @@ from pathlib import Path
 from train.data import records
 from train.data.corpus import Corpus, Source, text_source
 from train.data.errors import DataError
-from train.data.manifest import fetch, is_prepared, open_prepared
+from train.data.manifest import fetch_prepared, is_prepared, open_prepared
 from train.data.remote import is_url
-from train.data.text import read_documents, split
+from train.data.text import hold_out_tenth, read_documents
 from train.data.vocabulary import BYTES, Vocabulary, open_vocabulary
 
 
@@ -33,7 +33,7 @@ def open_corpus(
     """
     if weights and len(weights) != len(paths):
         raise DataError(f"--data-weights: {len(weights)} for {len(paths)} paths of --data; give one for each")
-    named = [fetch(path) if is_url(path) else Path(path) for path in paths]
+    named = [fetch_prepared(path) if is_url(path) else Path(path) for path in paths]
     ready = [path for path in named if is_prepared(path)]
     vocabulary = None if tokenizer is None else open_vocabulary(tokenizer)
     if vocabulary is None and ready:
@@ -58,7 +58,7 @@ def open_corpus(
 def _open_all(groups: Sequence[Sequence[Path]], vocabulary: Vocabulary) -> list[Source]:
     """Open the sources. A document that is held out of one source of text is in no source's training text."""
     texts = {number: read_documents(group) for number, group in enumerate(groups) if not _is_ready(group)}
-    parts = {number: split(documents) for number, (documents, _) in texts.items()}
+    parts = {number: hold_out_tenth(documents) for number, (documents, _) in texts.items()}
     held_out = {text for _, heldout in parts.values() for text in heldout}
     sources = []
     for number, group in enumerate(groups):

@@ -18,7 +18,7 @@ from train.data.streams import DocumentStream
 from train.data.vocabulary import Vocabulary, is_text
 
 ARRAY_RECORD = (".array_record", ".arrayrecord")
-SAVED = "dataset_info.json"
+DATASET_INFO = "dataset_info.json"
 """The file that marks the folder of a data set saved by ``datasets``; it is next to the records."""
 BATCH = 1024
 """The number of documents that are turned into tokens at once, to learn their lengths."""
@@ -35,9 +35,9 @@ class Records(Protocol):
 def is_records(path: Path) -> bool:
     """Whether a path is an ArrayRecord file or a set that ``datasets`` saved. Raises DataError for several sets."""
     if (path / "dataset_dict.json").is_file():
-        inside = ", ".join(sorted(str(info.parent) for info in path.glob(f"*/{SAVED}")))
+        inside = ", ".join(sorted(str(info.parent) for info in path.glob(f"*/{DATASET_INFO}")))
         raise DataError(f"--data {path}: holds several data sets; name those to be read: {inside}")
-    return path.suffix in ARRAY_RECORD or (path / SAVED).is_file()
+    return path.suffix in ARRAY_RECORD or (path / DATASET_INFO).is_file()
 
 
 def open_records(path: Path, vocabulary: Vocabulary) -> Source:

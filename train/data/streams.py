@@ -18,7 +18,7 @@ class Stream(Protocol):
         ...
 
 
-class _Pieces:
+class _JoinedStream:
     """A stream of pieces joined end to end; ``_read`` reads a part of one piece."""
 
     def __init__(self, lengths: Sequence[int] | np.ndarray):
@@ -43,7 +43,7 @@ class _Pieces:
         raise NotImplementedError
 
 
-class ArrayStream(_Pieces):
+class ArrayStream(_JoinedStream):
     """A stream of arrays joined end to end, in memory or mapped from files.
 
     Args:
@@ -67,7 +67,7 @@ class ArrayStream(_Pieces):
         return tokens
 
 
-class DocumentStream(_Pieces):
+class DocumentStream(_JoinedStream):
     """A stream of documents that are read and turned into tokens when they are needed.
 
     Args:

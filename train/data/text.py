@@ -8,12 +8,12 @@ from pathlib import Path
 
 from train.data.errors import DataError
 from train.data.inputs import COMPRESSED, Piece, documents, kind_of
-from train.data.records import SAVED
+from train.data.records import DATASET_INFO
 from train.data.vocabulary import is_text
 
-SHOWN = 10
+MAX_SHOWN = 10
 """The largest number of skipped files that are named."""
-KEY = "text"
+TEXT_KEY = "text"
 """The field or column that holds a document. Data with another one must be prepared: scripts/prepare --text-key."""
 _LEFT_OUT = {"site-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 
@@ -57,20 +57,20 @@ def describe_skipped(skipped: Sequence[str]) -> str:
 
 
 def _shown(skipped: Sequence[str]) -> list[str]:
-    more = [f"  and {len(skipped) - SHOWN} more"] if len(skipped) > SHOWN else []
-    return [f"  {reason}" for reason in skipped[:SHOWN]] + more
+    more = [f"  and {len(skipped) - MAX_SHOWN} more"] if len(skipped) > MAX_SHOWN else []
+    return [f"  {reason}" for reason in skipped[:MAX_SHOWN]] + more
 
 
-def split(documents: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
+def hold_out_tenth(documents: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:
     """(documents to train on, held-out tenth of the documents); of fewer than ten documents the last tenth of each."""
     tenth = len(documents) // 10
     if tenth:
         return list(documents[tenth:]), list(documents[:tenth])
-    both = [cut(text, 0.1) for text in documents]
+    both = [split_end(text, 0.1) for text in documents]
     return [train for train, _ in both], [heldout for _, heldout in both]
 
 
-def cut(text: bytes, share: float) -> tuple[bytes, bytes]:
+def split_end(text: bytes, share: float) -> tuple[bytes, bytes]:
     """Split a document before its last ``share``, but never within a character of UTF-8."""
     place = len(text) - int(len(text) * share)
     while place < len(text) and text[place] & 0xC0 == 0x80:
@@ -83,12 +83,12 @@ def _texts(paths: Sequence[Path], skipped: list[str]) -> Iterable[bytes]:
         yield from (path.read_bytes() for path in standard_library())
     for path in paths:
         if not path.is_dir():
-            yield from _of_file(path)
+            yield from _read_file(path)
             continue
         inside = (file for file in path.rglob("*") if file.is_file())
         for file in sorted(file for file in inside if not is_hidden(file.relative_to(path))):
             try:
-                yield from _of_file(file)
+                yield from _read_file(file)
             except DataError as error:
                 skipped.append(str(error).removeprefix("--data: "))
 
@@ -98,8 +98,8 @@ def is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _of_file(path: Path) -> list[bytes]:
-    if path.with_name(SAVED).is_file():
+def _read_file(path: Path) -> list[bytes]:
+    if path.with_name(DATASET_INFO).is_file():
         raise DataError(f"--data: {path} is a part of a data set: name the set, {path.parent}, to read it")
     kind = kind_of(str(path))
     if kind == "text" and path.suffix not in COMPRESSED:
@@ -108,7 +108,7 @@ def _of_file(path: Path) -> list[bytes]:
         except OSError as error:
             raise DataError(f"--data: cannot read {path}: {error.strerror or error}") from None
     else:
-        found = list(documents(Piece(kind, (str(path),)), KEY))
+        found = list(documents(Piece(kind, (str(path),)), TEXT_KEY))
     if not all(map(is_text, found)):
         raise DataError(
             f"--data: {path} is no text: it holds zero bytes, as UTF-16 and most other formats do"

@@ -1,4 +1,4 @@
-"""Distribute work to the nodes of a Ray cluster, as ``share_out`` does to processes of this machine.
+"""Distribute work to the nodes of a Ray cluster, as ``run_jobs`` does to processes of this machine.
 
 Ray places tasks, sends them this checkout's code and reports nodes that die. Tasks write files and receipts where all
 nodes can reach them, so only a task whose node died is run again, on another node.
@@ -22,7 +22,7 @@ from dualpipe_jax.installing import install_command
 from dualpipe_jax.present.numbers import how_many
 from train.data import DataError
 from train.prepare.files import Folder, url_of
-from train.prepare.workers import Report, ShareOut, versions
+from train.prepare.workers import JobRunner, Report, versions
 
 ATTEMPTS = 4
 """The number of lost workers after which a piece of work is given up; Spark tries a task as often."""
@@ -34,7 +34,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 @contextlib.contextmanager
-def connected(address: str, work: Folder, mark: str, report: Report) -> Iterator[ShareOut]:
+def connected(address: str, work: Folder, mark: str, report: Report) -> Iterator[JobRunner]:
     """Connect to the cluster at an address; yields the function that distributes work to it.
 
     Args:
@@ -50,7 +50,7 @@ def connected(address: str, work: Folder, mark: str, report: Report) -> Iterator
         import ray
     except ModuleNotFoundError:
         raise DataError(f"--ray: needs Ray: {install_command('ray', extra='ray')}") from None
-    _reach(address)
+    _check_answers(address)
     code = [str(_ROOT / package) for package in ("train", "dualpipe_jax")]
     at_end = signal.getsignal(signal.SIGTERM)
     ray.init(address, runtime_env={"py_modules": code}, log_to_driver=False, logging_level=logging.ERROR)
@@ -61,16 +61,16 @@ def connected(address: str, work: Folder, mark: str, report: Report) -> Iterator
         cores = round(ray.cluster_resources().get("CPU", 0))
         report.say(f"Ray cluster of {how_many(nodes, 'node')}, {how_many(cores, 'core')}")
         # No retries by Ray itself: they never end if memory runs out.
-        task = ray.remote(num_cpus=1, max_retries=0)(_run)
-        yield functools.partial(_share_out, functools.partial(task.remote, work, mark, versions()), report)
+        task = ray.remote(num_cpus=1, max_retries=0)(_run_on_node)
+        yield functools.partial(_run_jobs, functools.partial(task.remote, work, mark, versions()), report)
     finally:
         ray.shutdown()
 
 
-def _share_out(
+def _run_jobs(
     submit: Callable[..., Any], report: Report, function: Callable[..., Any], jobs: Sequence[tuple]
 ) -> Iterator[tuple[int, Any]]:
-    """See ``train.prepare.workers.share_out``."""
+    """See ``train.prepare.workers.run_jobs``."""
     from ray import exceptions
 
     gone = (
@@ -112,7 +112,9 @@ def _share_out(
         report.say(f"{lost.total()} of {len(jobs)} were begun again elsewhere, as their workers were lost")
 
 
-def _run(work: Folder, mark: str, known: dict[str, str], function: Callable[..., Any], job: tuple) -> Any:
+def _run_on_node(
+    work: Folder, mark: str, known: dict[str, str], function: Callable[..., Any], job: tuple
+) -> Any:
     """Run one job on a node. Raises DataError if the node has other versions or does not see the folder ``work``."""
     if (here := versions()) != known:
         raise DataError(
@@ -127,7 +129,7 @@ def _run(work: Folder, mark: str, known: dict[str, str], function: Callable[...,
     return function(*job)
 
 
-def _reach(address: str) -> None:
+def _check_answers(address: str) -> None:
     """Raise DataError if no cluster answers. Tried in another process: Ray takes minutes, and then ends its process."""
     code = "import ray, sys; ray.init(sys.argv[1], log_to_driver=False, logging_level=40)"
     try:

@@ -55,7 +55,7 @@ def url_of(folder: Folder, name: str = "") -> str:
 
 
 @contextlib.contextmanager
-def at_hand(folder: Folder, names: Sequence[str]) -> Iterator[Path]:
+def local_copies(folder: Folder, names: Sequence[str]) -> Iterator[Path]:
     """A folder on this machine that has these files: the folder itself, or copies while the context is open."""
     if path := local_path(folder):
         yield path
@@ -68,10 +68,10 @@ def at_hand(folder: Folder, names: Sequence[str]) -> Iterator[Path]:
 @contextlib.contextmanager
 def writing(folder: Folder, name: str) -> Iterator[IO[bytes]]:
     """Open a file for writing. It has another name until its content is on the disk."""
-    with folder.open(partial(name), "wb") as opened:
+    with folder.open(partial_name(name), "wb") as opened:
         yield opened
-        settle(opened)
-    folder.mv(partial(name), name)
+        flush_to_disk(opened)
+    folder.mv(partial_name(name), name)
 
 
 def write(folder: Folder, name: str, content: bytes) -> None:
@@ -98,7 +98,7 @@ def array_bytes(array: np.ndarray) -> bytes:
     return content.getvalue()
 
 
-def partial(name: str) -> str:
+def partial_name(name: str) -> str:
     """The name of a file while this process writes it."""
     return f".{name}{_PART}"
 
@@ -115,7 +115,7 @@ def drop_partial(folder: Folder) -> None:
             folder.rm_file(name)
 
 
-def settle(opened: Any) -> None:
+def flush_to_disk(opened: Any) -> None:
     """Wait until what was written is on this machine's disk, so that no file has its name without its content."""
     opened.flush()
     # Files elsewhere have no fileno: closing them writes their content.

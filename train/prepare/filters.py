@@ -6,7 +6,7 @@ from train.data.vocabulary import is_text
 from train.prepare.options import Options
 
 
-def reason(text: bytes, options: Options) -> str | None:
+def drop_reason(text: bytes, options: Options) -> str | None:
     """What is wrong with a document, in words; None if nothing is."""
     if not text:
         return "empty"

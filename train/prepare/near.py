@@ -15,7 +15,7 @@ RUN = 5
 """The number of words in a run."""
 
 
-def shape(similarity: float) -> tuple[int, int]:
+def band_shape(similarity: float) -> tuple[int, int]:
     """(the number of bands, the minima of a band) with which the probability rises steeply around ``similarity``."""
 
     def distance(rows: int) -> float:
@@ -25,10 +25,10 @@ def shape(similarity: float) -> tuple[int, int]:
     return NUM_MINIMA // rows, rows
 
 
-def bands(text: bytes, similarity: float) -> np.ndarray:
+def band_hashes(text: bytes, similarity: float) -> np.ndarray:
     """A hash for each band of a document, uint64 [bands]: equal hashes at the same place mean equal bands."""
-    count, rows = shape(similarity)
-    found = runs(text)
+    count, rows = band_shape(similarity)
+    found = run_hashes(text)
     # In parts, because each run has 128 hashes, which are not to be in memory for all runs at once.
     parts = np.split(found, range(4096, len(found), 4096))
     minima = np.min([_mix(part[:, None] ^ _SALTS).min(0) for part in parts], 0)
@@ -39,7 +39,7 @@ def bands(text: bytes, similarity: float) -> np.ndarray:
     return key
 
 
-def runs(text: bytes) -> np.ndarray:
+def run_hashes(text: bytes) -> np.ndarray:
     """A hash for every run of words, uint64 [n]; a text that is shorter than a run is one run."""
     words = np.array([zlib.crc32(word) for word in text.lower().split()] or [0], np.uint64)
     count = max(1, len(words) - RUN + 1)
@@ -49,11 +49,11 @@ def runs(text: bytes) -> np.ndarray:
     return found
 
 
-def repeats(keys: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
+def is_repeat(keys: Sequence[np.ndarray] | np.ndarray) -> np.ndarray:
     """Whether each document shares a band with an earlier one, bool [num_documents].
 
     Args:
-      keys: uint64 [num_documents, bands], as ``bands`` gives them.
+      keys: uint64 [num_documents, bands], as ``band_hashes`` gives them.
     """
     keys = np.asarray(keys)
     found = np.zeros(len(keys), bool)

@@ -16,7 +16,7 @@ from train.prepare import filters, near
 from train.prepare.files import Folder, array_bytes, read_json, write, write_json, writing
 from train.prepare.options import Options
 
-BAD = "lines that cannot be read"
+BAD_LINES = "lines that cannot be read"
 
 
 def partition(number: int, piece: Piece, options: Options, work: Folder) -> dict[str, Any]:
@@ -26,20 +26,20 @@ def partition(number: int, piece: Piece, options: Options, work: Folder) -> dict
     Raises:
       DataError: see ``documents``.
     """
-    receipt = part(number, "json")
+    receipt = piece_file(number, "json")
     if (there := read_json(work, receipt)) is not None:
         return there
     kept: dict[bytes, bytes] = {}
     dropped: collections.Counter[str] = collections.Counter()
 
-    def bad(error: DataError) -> None:
-        dropped[BAD] += 1
-        if dropped[BAD] > options.skip_bad:
+    def on_bad_line(error: DataError) -> None:
+        dropped[BAD_LINES] += 1
+        if dropped[BAD_LINES] > options.skip_bad:
             hint = f"; --skip-bad {max(10, 10 * options.skip_bad)} leaves out so many such lines"
             raise DataError(str(error) + hint)
 
-    for text in documents(piece, options.text_key, bad):
-        why = filters.reason(text, options)
+    for text in documents(piece, options.text_key, on_bad_line):
+        why = filters.drop_reason(text, options)
         digest = hashlib.sha256(text).digest()[:16]
         if why is None and digest in kept:
             why = "exact duplicates"
@@ -54,21 +54,21 @@ def partition(number: int, piece: Piece, options: Options, work: Folder) -> dict
     return found
 
 
-def part(number: int, what: str) -> str:
+def piece_file(number: int, what: str) -> str:
     """The name of a file of a piece: ``what`` is ``text``, ``digests.npy``, ``ends.npy``, ``bands.npy``, or ``json``
     for its receipt."""
     return f"read-{number:06d}.{what}"
 
 
 def _write(number: int, texts: list[bytes], digests: np.ndarray, options: Options, work: Folder) -> None:
-    with writing(work, part(number, "text")) as file:
+    with writing(work, piece_file(number, "text")) as file:
         file.writelines(texts)
     arrays = {
         "digests": digests.astype(np.uint64).reshape(-1, 2),
         "ends": np.cumsum([0, *map(len, texts)], dtype=np.uint64),
     }
     if options.near_duplicates is not None:
-        keys = [near.bands(text, options.near_duplicates) for text in texts]
-        arrays["bands"] = np.array(keys, np.uint64).reshape(-1, near.shape(options.near_duplicates)[0])
+        keys = [near.band_hashes(text, options.near_duplicates) for text in texts]
+        arrays["bands"] = np.array(keys, np.uint64).reshape(-1, near.band_shape(options.near_duplicates)[0])
     for what, array in arrays.items():
-        write(work, part(number, f"{what}.npy"), array_bytes(array))
+        write(work, piece_file(number, f"{what}.npy"), array_bytes(array))

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from train.data import DataError, Vocabulary
-from train.data.inputs import File, Piece, find, pieces
+from train.data.inputs import File, Piece, cut_into_pieces, find_files
 from train.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Shard, loads
 from train.data.remote import cache_folder, is_url, open_filesystem
 from train.data.vocabulary import BYTES, open_vocabulary
@@ -33,10 +33,10 @@ from train.prepare.files import (
     write_json,
 )
 from train.prepare.options import Options
-from train.prepare.partition import BAD, partition
+from train.prepare.partition import BAD_LINES, partition
 from train.prepare.plan import Plan, choose_num_buckets, make_plan
-from train.prepare.tokenise import Shop, tokenise, train_tokenizer
-from train.prepare.workers import Report, ShareOut, share_out, versions
+from train.prepare.tokenise import BucketContext, tokenise, train_tokenizer
+from train.prepare.workers import JobRunner, Report, run_jobs, versions
 
 JOB, LOCK = "job.json", "lock"
 
@@ -48,12 +48,12 @@ def prepare(options: Options, report: Report) -> Manifest:
       DataError: data cannot be read, or OUT or the folder of --work holds something else.
     """
     out = options.out if is_url(options.out) else str(Path(options.out).absolute())
-    place = _work_place(options, out)
+    place = _work_url(options, out)
     if f"{out}/".startswith(f"{place.rstrip('/')}/"):
         raise DataError(
             f"--work {place}: is removed at the end, and {out} lies there; name a folder of its own"
         )
-    files = find(options.data, leave_out=[ours for ours in (out, place) if not is_url(ours)])
+    files = find_files(options.data, leave_out=[ours for ours in (out, place) if not is_url(ours)])
     vocabulary = None
     if options.train_tokenizer is None:
         vocabulary = open_vocabulary(options.tokenizer, options.separator)
@@ -64,15 +64,15 @@ def prepare(options: Options, report: Report) -> Manifest:
     }
     # With the types that it will have when it is read back.
     job = json.loads(json.dumps(job))
-    ready = _finished(options.out, job)
+    ready = _finished_manifest(options.out, job)
     if ready is not None:
         report.say(f"{options.out}: is prepared already")
         return ready
     work, shards = open_folder(place), open_folder(out)
-    with _sharing(options, files, work, shards, report) as share, _held(work):
-        _claim(work, job, options.out)
+    with _job_runner(options, files, work, shards, report) as runner, _locked(work):
+        _note_job(work, job, options.out)
         create(shards)
-        manifest = _make(options, files, vocabulary, job, work, shards, share, report)
+        manifest = _make(options, files, vocabulary, job, work, shards, runner, report)
         work.rm("", recursive=True)
     return manifest
 
@@ -84,7 +84,7 @@ def _make(
     job: dict[str, Any],
     work: Folder,
     shards: Folder,
-    share: ShareOut,
+    runner: JobRunner,
     report: Report,
 ) -> Manifest:
     inputs = files
@@ -97,18 +97,18 @@ def _make(
             )
         result = query.select(files, options.sql, options.text_key, folder, options.num_workers)
         inputs = [File(f"file://{result}", "parquet", result.stat().st_size)]
-    plan, dropped = _first_pass(options, pieces(inputs), work, share, report)
+    plan, dropped = _first_pass(options, cut_into_pieces(inputs), work, runner, report)
     _check_unchanged(options, files, work)
     if options.ray is not None and vocabulary is not None and vocabulary.content is not None:
         write(work, TOKENIZER, vocabulary.content)  # where all nodes can read it
         vocabulary = dataclasses.replace(vocabulary, file=url_of(work, TOKENIZER))
-    shop = Shop(plan, vocabulary or BYTES, work, shards)
+    context = BucketContext(plan, vocabulary or BYTES, work, shards)
     if options.train_tokenizer is not None:
         report.say(f"training a tokenizer on {options.sample_mb:g} MB at most ...")
-        trained = train_tokenizer(shop, options.train_tokenizer, options.sample_mb * 1e6)
-        shop = dataclasses.replace(shop, vocabulary=trained)
-    jobs = [(bucket, shop) for bucket in range(plan.num_buckets)]
-    done = report.follow("shards", share(tokenise, jobs), len(jobs))
+        trained = train_tokenizer(context, options.train_tokenizer, options.sample_mb * 1e6)
+        context = dataclasses.replace(context, vocabulary=trained)
+    jobs = [(bucket, context) for bucket in range(plan.num_buckets)]
+    done = report.track("shards", runner(tokenise, jobs), len(jobs))
     origin = {
         **job,
         "documents": sum(plan.documents),
@@ -116,8 +116,8 @@ def _make(
         "dropped": dropped,
         "versions": versions(),
     }
-    manifest = _manifest(shop.vocabulary, [done[bucket] for bucket in range(plan.num_buckets)], origin)
-    if (content := shop.vocabulary.content) is not None:
+    manifest = _manifest(context.vocabulary, [done[bucket] for bucket in range(plan.num_buckets)], origin)
+    if (content := context.vocabulary.content) is not None:
         if shards.exists(TOKENIZER) and shards.cat_file(TOKENIZER) != content:
             raise DataError(
                 f"{url_of(shards, TOKENIZER)}: is there already and another; move it, and the same command ends, or "
@@ -131,10 +131,10 @@ def _make(
 
 
 def _first_pass(
-    options: Options, some: Sequence[Piece], work: Folder, share: ShareOut, report: Report
+    options: Options, some: Sequence[Piece], work: Folder, runner: JobRunner, report: Report
 ) -> tuple[Plan, dict[str, int]]:
     jobs = [(number, piece, options, work) for number, piece in enumerate(some)]
-    read = report.follow("reading", share(partition, jobs), len(jobs))
+    read = report.track("reading", runner(partition, jobs), len(jobs))
     size = sum(receipt["bytes"] for receipt in read.values())
     num_buckets = choose_num_buckets(size, options.shard_mb * 1e6)
     documents = [read[number]["documents"] for number in range(len(jobs))]
@@ -143,8 +143,8 @@ def _first_pass(
     for receipt in read.values():
         counts.update(receipt["dropped"])
     dropped = {why: count for why, count in sorted(counts.items()) if count}
-    if dropped.get(BAD, 0) > options.skip_bad:
-        raise DataError(f"--data: {dropped[BAD]} {BAD}, more than --skip-bad {options.skip_bad}")
+    if dropped.get(BAD_LINES, 0) > options.skip_bad:
+        raise DataError(f"--data: {dropped[BAD_LINES]} {BAD_LINES}, more than --skip-bad {options.skip_bad}")
     if not sum(plan.documents):
         why = ", ".join(f"{count} {why}" for why, count in dropped.items())
         raise DataError(
@@ -155,7 +155,7 @@ def _first_pass(
 
 def _check_unchanged(options: Options, files: Sequence[File], work: Folder) -> None:
     """Raise DataError for a file that changed since the first pass began, which may have read only a part of it."""
-    changed = set(files) - set(find(options.data))
+    changed = set(files) - set(find_files(options.data))
     if changed:
         raise DataError(
             f"--data: {min(file.url for file in changed)} has changed while it was read; remove {url_of(work)} and "
@@ -176,7 +176,7 @@ def _manifest(vocabulary: Vocabulary, receipts: Sequence[dict[str, Any]], origin
     )
 
 
-def _finished(out: str, job: dict[str, Any]) -> Manifest | None:
+def _finished_manifest(out: str, job: dict[str, Any]) -> Manifest | None:
     """The manifest that OUT has already, or None. Raises DataError if it was made from other data or options."""
     filesystem, path = open_filesystem(out)
     try:
@@ -191,7 +191,7 @@ def _finished(out: str, job: dict[str, Any]) -> Manifest | None:
     return manifest
 
 
-def _claim(work: Folder, job: dict[str, Any], out: str) -> None:
+def _note_job(work: Folder, job: dict[str, Any], out: str) -> None:
     """Note in ``work`` which job is being done. Raises DataError if another job is half done there."""
     there = read_json(work, JOB)
     if there == job:
@@ -224,24 +224,24 @@ def _difference(there: dict[str, Any], job: dict[str, Any]) -> str:
     return ", ".join(options[:3]) or "the files of --data have changed"
 
 
-def _work_place(options: Options, out: str) -> str:
+def _work_url(options: Options, out: str) -> str:
     if options.work is not None:
         return options.work if is_url(options.work) else str(Path(options.work).absolute())
     if is_url(out) and options.ray is None:
-        return str(cache_folder() / "prepare" / _name(out))
+        return str(cache_folder() / "prepare" / _place_hash(out))
     return f"{out}/.work"
 
 
-def _name(place: str) -> str:
+def _place_hash(place: str) -> str:
     return hashlib.sha256(place.encode()).hexdigest()[:16]
 
 
 @contextlib.contextmanager
-def _held(work: Folder) -> Iterator[None]:
+def _locked(work: Folder) -> Iterator[None]:
     """Lock a folder for one process at a time; if it is elsewhere, for one of this machine. Raises DataError for the
     second process."""
     create(work)
-    file = (local_path(work) or cache_folder() / "prepare" / _name(url_of(work))) / LOCK
+    file = (local_path(work) or cache_folder() / "prepare" / _place_hash(url_of(work))) / LOCK
     file.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as holding:
         try:
@@ -254,19 +254,19 @@ def _held(work: Folder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _sharing(
+def _job_runner(
     options: Options, files: Sequence[File], work: Folder, shards: Folder, report: Report
-) -> Iterator[ShareOut]:
+) -> Iterator[JobRunner]:
     if options.ray is None:
-        yield functools.partial(share_out, num_workers=options.num_workers)
+        yield functools.partial(run_jobs, num_workers=options.num_workers)
         return
     folders = {url_of(folder) for folder in (work, shards) if local_path(folder)}
     folders |= {os.path.dirname(file.url.removeprefix("file://")) for file in files if _is_local(file.url)}
     if folders:
         some = ", ".join(sorted(folders)[:4])
         report.say(f"--ray: all nodes must share the folders that paths name, where no URL does: {some}")
-    with cluster.connected(options.ray, work, JOB, report) as share:
-        yield share
+    with cluster.connected(options.ray, work, JOB, report) as runner:
+        yield runner
 
 
 def _is_local(url: str) -> bool:

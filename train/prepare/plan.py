@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 
 from train.prepare import near
-from train.prepare.files import Folder, array_bytes, at_hand, read_json, write, write_json
-from train.prepare.partition import part
+from train.prepare.files import Folder, array_bytes, local_copies, read_json, write, write_json
+from train.prepare.partition import piece_file
 
 PLAN = "plan.json"
-AT_ONCE = 2**22
+DOCUMENTS_AT_ONCE = 2**22
 """The approximate number of documents that are sorted at once, at some hundred bytes each. Every piece is opened once
 for each such group."""
 
@@ -39,7 +39,7 @@ class Plan:
     def num_buckets(self) -> int:
         return len(self.documents)
 
-    def first(self, bucket: int) -> int:
+    def first_document(self, bucket: int) -> int:
         return sum(self.documents[:bucket])
 
 
@@ -60,28 +60,28 @@ def make_plan(
     if not sum(documents):
         return Plan((), 0, 0.0, 0, 0)
     counts, duplicates = [], 0
-    num_pieces, together = len(documents), max(1, AT_ONCE * num_buckets // max(1, sum(documents)))
+    num_pieces, together = len(documents), max(1, DOCUMENTS_AT_ONCE * num_buckets // max(1, sum(documents)))
     arrays = ["digests", "ends", *(["bands"] if find_near else [])]
-    names = [part(piece, f"{what}.npy") for piece in range(num_pieces) for what in arrays]
-    with at_hand(work, names) as folder:
+    names = [piece_file(piece, f"{what}.npy") for piece in range(num_pieces) for what in arrays]
+    with local_copies(work, names) as folder:
         dropped = _near_duplicates(num_pieces, folder) if find_near else np.empty((0, 2), np.uint64)
         for begin in range(0, num_buckets, together):
             buckets = range(begin, min(begin + together, num_buckets))
             digests, places = _documents(buckets, num_buckets, num_pieces, folder)
             first = _is_first(digests)
-            kept = first & ~np.isin(_joined(digests), _joined(dropped))
+            kept = first & ~np.isin(_sortable(digests), _sortable(dropped))
             duplicates += len(digests) - int(first.sum())
             for bucket in buckets:
                 its = slice(*_range(digests[:, 0], range(bucket, bucket + 1), num_buckets))
                 counts.append(int(kept[its].sum()))
-                write(work, listed(bucket), array_bytes(places[its][kept[its]]))
+                write(work, bucket_file(bucket), array_bytes(places[its][kept[its]]))
     heldout = int(Fraction(str(held_out)) * sum(counts))
     plan = Plan(tuple(counts), heldout, 0.0 if heldout else held_out, duplicates, len(dropped))
     write_json(work, PLAN, dataclasses.asdict(plan))
     return plan
 
 
-def listed(bucket: int) -> str:
+def bucket_file(bucket: int) -> str:
     """The name of the file with a bucket's documents in the order of their hashes, int64 [n, 3]: the piece, and the
     bytes of its text at which the document begins and ends."""
     return f"bucket-{bucket:06d}.npy"
@@ -98,7 +98,7 @@ def _documents(
     """The documents of neighbouring buckets from all pieces, in the order of their hashes, including repeats.
 
     Returns:
-      digests, uint64 [n, 2]; and the places of the documents, int64 [n, 3], as in the files of ``listed``.
+      digests, uint64 [n, 2]; and the places of the documents, int64 [n, 3], as in the files of ``bucket_file``.
     """
     found, places = [], []
     for piece in range(num_pieces):
@@ -124,19 +124,19 @@ def _range(high: np.ndarray, buckets: range, num_buckets: int) -> tuple[int, int
 
 def _near_duplicates(num_pieces: int, folder: Path) -> np.ndarray:
     """The digests of all documents that nearly equal an earlier one, uint64 [n, 2], in order."""
-    digests = np.concatenate(list(_copies(num_pieces, folder, "digests")))
+    digests = np.concatenate(list(_load_all(num_pieces, folder, "digests")))
     order = np.lexsort((digests[:, 1], digests[:, 0]))
     order = order[_is_first(digests[order])]
-    keys = np.concatenate(list(_copies(num_pieces, folder, "bands")))
-    return digests[order][near.repeats(keys[order])]
+    keys = np.concatenate(list(_load_all(num_pieces, folder, "bands")))
+    return digests[order][near.is_repeat(keys[order])]
 
 
-def _copies(num_pieces: int, folder: Path, what: str) -> Iterator[np.ndarray]:
+def _load_all(num_pieces: int, folder: Path, what: str) -> Iterator[np.ndarray]:
     return (np.array(_load(folder, piece, what)) for piece in range(num_pieces))
 
 
 def _load(folder: Path, piece: int, what: str) -> np.ndarray:
-    return np.load(folder / part(piece, f"{what}.npy"), mmap_mode="r")
+    return np.load(folder / piece_file(piece, f"{what}.npy"), mmap_mode="r")
 
 
 def _is_first(digests: np.ndarray) -> np.ndarray:
@@ -145,6 +145,6 @@ def _is_first(digests: np.ndarray) -> np.ndarray:
     return new
 
 
-def _joined(digests: np.ndarray) -> np.ndarray:
+def _sortable(digests: np.ndarray) -> np.ndarray:
     """Both halves as one value that NumPy can sort."""
     return np.ascontiguousarray(digests).view([("high", np.uint64), ("low", np.uint64)]).reshape(-1)

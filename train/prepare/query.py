@@ -7,7 +7,7 @@ from pathlib import Path
 from dualpipe_jax.installing import install_command
 from train.data import DataError
 from train.data.inputs import File
-from train.prepare.files import partial
+from train.prepare.files import partial_name
 
 _UNREAD = (".bz2", ".xz", ".parquet.gz", ".parquet.zst")
 """Endings of files that can be read without a query, but not by DuckDB."""
@@ -32,7 +32,7 @@ def select(files: Sequence[File], query: str, key: str, work: Path, threads: int
             f"got {', '.join(sorted(kinds))}{' from ' + strange[0] if strange else ''}"
         )
     result = work / "query.parquet"
-    part = result.with_name(partial(result.name))
+    part = result.with_name(partial_name(result.name))
     if result.exists():
         return result
     names = [glob.escape(file.url.removeprefix("file://")) for file in files]

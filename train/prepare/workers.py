@@ -15,11 +15,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from train.data import DataError
 
-ShareOut = Callable[[Callable[..., Any], Sequence[tuple]], Iterator[tuple[int, Any]]]
-"""A function that runs jobs like ``share_out``, by workers or by the nodes of a cluster (``train.prepare.cluster``)."""
+JobRunner = Callable[[Callable[..., Any], Sequence[tuple]], Iterator[tuple[int, Any]]]
+"""A function that runs jobs like ``run_jobs``, by workers or by the nodes of a cluster (``train.prepare.cluster``)."""
 
 
-def share_out(
+def run_jobs(
     function: Callable[..., Any], jobs: Sequence[tuple], num_workers: int
 ) -> Iterator[tuple[int, Any]]:
     """Run all jobs and yield (number, result) of each when it is done; in this process if one worker or job is all.
@@ -64,7 +64,7 @@ class Report:
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    def follow(self, what: str, results: Iterator[tuple[int, Any]], total: int) -> dict[int, Any]:
+    def track(self, what: str, results: Iterator[tuple[int, Any]], total: int) -> dict[int, Any]:
         """All results by their numbers, with the progress shown while they arrive."""
         found = {}
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from train.data import Corpus, DataError, batches, open_corpus
 from train.data.corpus import text_source
 from train.data.streams import ArrayStream
-from train.data.text import split, standard_library
+from train.data.text import hold_out_tenth, standard_library
 from train.data.vocabulary import BYTES, SEPARATOR
 
 SHAPE = (3, 2, 16)
@@ -163,13 +163,13 @@ def test_the_standard_library_is_a_tenth_held_out(library):
 def test_few_documents_give_their_last_tenths_and_no_character_is_cut_in_two():
     for count in (1, 9):
         documents = [bytes(range(1, 101))] * count
-        train, heldout = split(documents)
+        train, heldout = hold_out_tenth(documents)
         assert all(
             a + b == text and len(b) == 10 for a, b, text in zip(train, heldout, documents, strict=True)
         )
     text = "ä€😀".encode() * 100
     for extra in range(12):
-        ((train,), (heldout,)) = split([text + b"x" * extra])
+        ((train,), (heldout,)) = hold_out_tenth([text + b"x" * extra])
         assert train.decode() + heldout.decode() == (text + b"x" * extra).decode()
 
 

@@ -15,7 +15,7 @@ from tests.train.prepare.test_data_prepare import prepare
 from train.data import DataError, open_corpus
 from train.data.text import describe_skipped, read_documents
 from train.prepare.__main__ import main
-from train.prepare.partition import BAD
+from train.prepare.partition import BAD_LINES
 
 
 def lines(*texts):
@@ -152,8 +152,8 @@ def test_bad_lines_up_to_a_number_are_left_out(tmp_path):
         )
     data = [tmp_path / "*.jsonl"]
     manifest = prepare(tmp_path / "six", data, skip_bad=6)
-    assert manifest.origin["documents"] == len(good) and manifest.origin["dropped"] == {BAD: 6}
-    with pytest.raises(DataError, match=rf"--data: 6 {BAD}, more than --skip-bad 5"):
+    assert manifest.origin["documents"] == len(good) and manifest.origin["dropped"] == {BAD_LINES: 6}
+    with pytest.raises(DataError, match=rf"--data: 6 {BAD_LINES}, more than --skip-bad 5"):
         prepare(tmp_path / "five", data, skip_bad=5)
     with pytest.raises(DataError, match="is not JSON.*; --skip-bad 10 leaves out so many such lines"):
         prepare(tmp_path / "none", data)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from train.data import DataError, Prefetch
-from train.data.mixture import mixture, parts
+from train.data.mixture import mixture, whole_weights
 from train.data.permutation import permute
 
 SIZES = [*range(1, 70), 127, 128, 129, 255, 256, 257, 1000, 4095, 4096, 4097, 65537, 300_000]
@@ -61,8 +61,12 @@ def test_permuting_what_is_outside_is_refused():
 
 
 def test_short_weights_are_exact():
-    assert parts((0.7, 0.2, 0.1)) == [7, 2, 1] and parts((1,)) == [1] and parts((2, 1)) == [2, 1]
-    assert parts((0.5, 0.5)) == [1, 1] and parts((30, 45)) == [2, 3]
+    assert (
+        whole_weights((0.7, 0.2, 0.1)) == [7, 2, 1]
+        and whole_weights((1,)) == [1]
+        and whole_weights((2, 1)) == [2, 1]
+    )
+    assert whole_weights((0.5, 0.5)) == [1, 1] and whole_weights((30, 45)) == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +86,7 @@ def test_every_source_has_its_share_at_every_point(weights):
 
 
 def test_long_weights_are_rounded_to_a_part_in_65536():
-    found = parts((2**0.5, 3**0.5, 1e-9))
+    found = whole_weights((2**0.5, 3**0.5, 1e-9))
     total = sum(found)
     assert total <= 2**16 + 2 and found[2] == 1
     assert abs(found[0] / total - 2**0.5 / (2**0.5 + 3**0.5)) < 2**-15

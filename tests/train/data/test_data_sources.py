@@ -474,13 +474,13 @@ def edited(text, share, rng):
 @pytest.mark.parametrize("similarity", [0.5, 0.8])
 def test_bands_agree_as_often_as_their_formula_says(similarity):
     rng = random.Random(0)
-    count, rows = near.shape(similarity)
+    count, rows = near.band_shape(similarity)
     assert abs((1 / count) ** (1 / rows) - similarity) < 0.05
     agreed, expected = 0, 0.0
     for number in range(300):
         text = " ".join(f"w{number}-{rng.randrange(10**6)}" for _ in range(120))
         other = edited(text, rng.choice([0.05, 0.1, 0.2, 0.3, 0.5]), rng)
-        one, two = (near.bands(words.encode(), similarity) for words in (text, other))
+        one, two = (near.band_hashes(words.encode(), similarity) for words in (text, other))
         agreed += bool((one == two).any())
         expected += 1 - (1 - jaccard(text, other) ** rows) ** count
     assert abs(agreed - expected) < 4 * (300 * 0.25) ** 0.5 * 0.7
@@ -505,19 +505,19 @@ def test_near_duplicates_are_dropped_and_others_kept(tmp_path):
 
 def test_short_and_empty_texts_have_bands():
     for text in (b"", b"one", b"one two three", b"one two three four five six"):
-        assert near.bands(text, 0.8).shape == (near.shape(0.8)[0],)
-    assert not np.array_equal(near.bands(b"one", 0.8), near.bands(b"two", 0.8))
+        assert near.band_hashes(text, 0.8).shape == (near.band_shape(0.8)[0],)
+    assert not np.array_equal(near.band_hashes(b"one", 0.8), near.band_hashes(b"two", 0.8))
 
 
 def test_a_long_text_is_not_hashed_all_at_once():
     """128 hashes of each of a million runs would be a gigabyte."""
     text = " ".join(map(str, range(30_000))).encode()
-    whole = near._mix(near.runs(text)[:, None] ^ near._SALTS).min(0)
-    count, rows = near.shape(0.8)
+    whole = near._mix(near.run_hashes(text)[:, None] ^ near._SALTS).min(0)
+    count, rows = near.band_shape(0.8)
     key = np.arange(1, count + 1, dtype=np.uint64)
     for row in range(rows):
         key = near._mix(key ^ whole[: count * rows].reshape(count, rows)[:, row])
-    np.testing.assert_array_equal(near.bands(text, 0.8), key)
+    np.testing.assert_array_equal(near.band_hashes(text, 0.8), key)
 
 
 def test_the_cache_is_where_it_should_be(monkeypatch, tmp_path):

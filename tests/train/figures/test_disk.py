@@ -22,7 +22,7 @@ from train.figures.folder import (
 )
 from train.figures.metrics import MetricsFile
 from train.figures.trackers import Trackers
-from train.run import report
+from train.run import try_write_report
 from train.watch import watch_run
 
 
@@ -179,6 +179,6 @@ def test_a_report_that_cannot_be_written_is_said(tmp_path, monkeypatch, error, w
 
     said = []
     monkeypatch.setattr("train.run.write_report", fails)
-    report(tmp_path, said.append)
+    try_write_report(tmp_path, said.append)
     (told,) = said
     assert f"no report.html: {why}; scripts/train --report {tmp_path}" in told

@@ -23,7 +23,7 @@ from fsspec.implementations.local import LocalFileSystem
 from rich.console import Console
 
 from train.data import DataError, open_corpus
-from train.data.inputs import File, Piece, documents, find, pieces
+from train.data.inputs import File, Piece, cut_into_pieces, documents, find_files
 from train.data.manifest import find_damage, read_manifest
 from train.prepare import pipeline, plan
 from train.prepare.__main__ import main
@@ -144,7 +144,7 @@ def test_lines_and_row_groups_cut_into_pieces_are_all_read_once(tmp_path):
     pq.write_table(pa.table({"text": rows}), table, row_group_size=8)
     for file, sizes in ((lines, (1, 50, 333, 10**9)), (table, (1000,))):
         for size in sizes:
-            found = pieces(find([str(file)]), size)
+            found = cut_into_pieces(find_files([str(file)]), size)
             assert len(found) == max(1, -(-file.stat().st_size // size)) if file == lines else len(found) > 2
             assert [text.decode() for piece in found for text in documents(piece, "text")] == rows
     for name, text in (("a", b"one"), ("b", b"two")):
@@ -157,9 +157,9 @@ def test_globs_urls_and_folders(tmp_path):
     for name in ("a.txt", "b.txt", "c.md", ".hidden", "sub/d.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    names = [Path(file.url).name for file in find([str(tmp_path / "*.txt"), f"file://{tmp_path}/c.md"])]
+    names = [Path(file.url).name for file in find_files([str(tmp_path / "*.txt"), f"file://{tmp_path}/c.md"])]
     assert names == ["a.txt", "b.txt", "c.md"]
-    names = [Path(file.url).name for file in find([str(tmp_path), str(tmp_path / "a.txt")])]
+    names = [Path(file.url).name for file in find_files([str(tmp_path), str(tmp_path / "a.txt")])]
     assert names == ["a.txt", "b.txt", "c.md", "d.txt"]
 
 
@@ -169,7 +169,7 @@ def test_more_workers_and_more_pieces_change_nothing(tmp_path, monkeypatch):
         write_lines(tmp_path / f"{number}.jsonl", rows[number * 30 : number * 30 + 40])
     inputs = [tmp_path / f"{number}.jsonl" for number in range(4)]
     one = prepare(tmp_path / "one", inputs, shard_mb=0.005)
-    monkeypatch.setattr(plan, "AT_ONCE", 25)
+    monkeypatch.setattr(plan, "DOCUMENTS_AT_ONCE", 25)
     two = prepare(tmp_path / "two", inputs, shard_mb=0.005, workers=2)
     assert one.fingerprint == two.fingerprint
     assert files_of(tmp_path / "one") == files_of(tmp_path / "two")
@@ -394,7 +394,7 @@ def test_half_done_work_of_other_options_or_processes_is_not_mixed_in(tmp_path, 
     data, out, work = [write_lines(tmp_path / "a.jsonl", texts(30))], tmp_path / "out", tmp_path / "work"
     work.mkdir()
     with (
-        pipeline._held(open_folder(str(work))),
+        pipeline._locked(open_folder(str(work))),
         pytest.raises(DataError, match=rf"process {os.getpid()} on .* is at work in .*work; let it end"),
     ):
         prepare(out, data, work=work)
@@ -427,7 +427,7 @@ def test_shards_that_another_out_has_are_made_again(tmp_path, monkeypatch):
     """With one --work for two OUTs; or where OUT was removed meanwhile."""
     data, real = [write_lines(tmp_path / "a.jsonl", texts(60))], pipeline.tokenise
     monkeypatch.setattr(
-        pipeline, "tokenise", lambda bucket, shop: 1 / 0 if bucket == 2 else real(bucket, shop)
+        pipeline, "tokenise", lambda bucket, context: 1 / 0 if bucket == 2 else real(bucket, context)
     )
     with pytest.raises(ZeroDivisionError):
         prepare(tmp_path / "one", data, shard_mb=0.002, work=tmp_path / "work")
@@ -577,7 +577,7 @@ def test_tokens_beyond_the_vocabulary_are_refused(bpe, tmp_path):
 def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path):
     write_lines(tmp_path / "a.jsonl", texts(3))
     os.mkfifo(tmp_path / "pipe")
-    assert [file.url for file in find([str(tmp_path)])] == [f"file://{tmp_path}/a.jsonl"]
+    assert [file.url for file in find_files([str(tmp_path)])] == [f"file://{tmp_path}/a.jsonl"]
 
 
 def test_the_text_that_cannot_be_read_is_the_one_that_is_named(tmp_path):
@@ -601,7 +601,7 @@ def test_what_a_link_leads_to_is_seen_to_change(tmp_path):
 
 def test_lines_of_a_file_whose_size_nobody_tells_are_read_to_its_end(tmp_path):
     file = write_lines(tmp_path / "a.jsonl", texts(20))
-    (piece,) = pieces([File(f"file://{file}", "lines", 0)])
+    (piece,) = cut_into_pieces([File(f"file://{file}", "lines", 0)])
     assert [text.decode() for text in documents(piece, "text")] == texts(20)
 
 
