@@ -132,7 +132,7 @@ def train(
                     "trouble": trouble.to_json(),
                 }
                 checkpoints.save(step, state, record, expert_load(metrics["counts"]).tolist(), own, kept)
-                waited = checkpoints.seconds
+                waited = checkpoints.blocked_seconds
             if stop.signal and not last:
                 checkpoints.finish(step)
                 text = (

@@ -29,7 +29,7 @@ class Balancer:
         self._layout, self._every = layout, every
         self._slots = Layout(layout.num_devices, layout.num_slots)
         self._first = LoadTracker.start(layout.num_layers, layout.num_experts, half_life=every / 2)
-        self._tracker, self._placement = self._first, layout.start
+        self._tracker, self._placement = self._first, layout.initial_placement
 
     def add(self, counts: np.ndarray) -> None:
         """Add the loads of a step: ``counts``, int [layers, experts], by logical expert."""
@@ -73,13 +73,13 @@ class Balancer:
         If the number of devices or slots has changed, experts are placed by the saved loads. If ``saved`` is None, the
         state stays as it is.
         """
-        self._tracker, self._placement = self._first, self._layout.start
+        self._tracker, self._placement = self._first, self._layout.initial_placement
         if saved is None:
             return state
         self._tracker = LoadTracker.restore(saved["loads"])
         placement = Placement.from_json(saved["placement"])
-        if placement.experts.shape != self._layout.start.experts.shape:
-            placement = balance(self._tracker.loads, self._slots, self._layout.start)
+        if placement.experts.shape != self._layout.initial_placement.experts.shape:
+            placement = balance(self._tracker.loads, self._slots, self._layout.initial_placement)
         if placement != self._placement:
             state = self._layout.rebalanced(state, placement)
             self._placement = placement

@@ -26,7 +26,7 @@ from train.processes.group import batch_sharding, make_global_batch, refuse_idle
 from train.progress import Progress
 from train.recipe import follow, run_recipe
 from train.state.layout import Layout, TrainState
-from train.state.placement import placed_layout, slots_of
+from train.state.placement import placed_layout, slots_per_device
 from train.step import Update, make_optimizer, make_update
 
 
@@ -126,7 +126,7 @@ def prepare(config: TrainConfig) -> Run:
         moments=asked.moments,
     )
     layout = Layout(model, schedule, mesh, optimizer, asked.shard)
-    num_slots = slots_of(config, model.config.num_experts)
+    num_slots = slots_per_device(config, model.config.num_experts)
     judged = make_model(config, schedule, corpus.vocab, lossless=True)
     if num_slots is not None:
         # With bounded room, drops are counted by source device: a copy must then relieve the device that has it, too.

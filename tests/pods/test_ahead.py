@@ -21,7 +21,7 @@ from dualpipe_jax.schedule import dualpipe, dualpipe_v, interleaved_1f1b_overlap
 from dualpipe_jax.schedule.lowering.unit_key import SCOPE
 from train.pods.training import step_program
 from train.state.layout import Layout
-from train.state.sharing import share_out
+from train.state.sharing import shard_further
 from train.step import make_optimizer, make_update
 
 NUM_PP, NUM_EP, MICROBATCHES, SIZE, SEQ = 2, 2, 4, 4, 16
@@ -208,7 +208,7 @@ def slopes(params, batch):
 
 def shardings(opt_state):
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), opt_state)
-    return jax.tree.map(lambda a: share_out(a).sharding, shapes)
+    return jax.tree.map(lambda a: shard_further(a).sharding, shapes)
 
 
 def test_arrays_that_no_loop_should_copy():

@@ -51,7 +51,7 @@ State = collections.namedtuple("State", "step params", defaults=(None,))
 class FakeCheckpoints:
     """Remembers what it was asked to save."""
 
-    seconds = 0.5
+    blocked_seconds = 0.5
 
     def __init__(self, every=100):
         self.every, self.saved, self.finished, self.states, self.carried = every, [], [], [], {}

@@ -32,7 +32,7 @@ from train.rebalance import Balancer
 from train.run import run as whole_run
 from train.state.checkpoint import FOLDER
 from train.state.layout import init_state
-from train.state.placement import num_nodes, placed_layout, slots_of
+from train.state.placement import num_nodes, placed_layout, slots_per_device
 from train.step import make_optimizer, make_update
 
 E = NUMBERS.num_experts
@@ -81,8 +81,8 @@ def test_weights_and_moments_lie_where_a_placement_says(recipe, pp, ep, slots, h
     layout = placed_layout(make_layout(recipe, pp, ep, **how), slots, near=True)
     flat = random_flat(layout)
     state = layout.from_canonical(flat)
-    assert layout.placement_of(state) == layout.start
-    assert_lies(state, layout, layout.start, flat)
+    assert layout.placement_of(state) == layout.initial_placement
+    assert_lies(state, layout, layout.initial_placement, flat)
     for seed in (0, 1):
         placement = random_placement(ep, slots, seed)
         state = layout.rebalanced(state, placement)
@@ -164,7 +164,7 @@ class FakeLayout:
     num_layers, num_experts, num_devices, num_slots = 2, 4, 2, 3
 
     def __init__(self):
-        self.start, self.asked = Placement.in_order(2, 4, 2, 3), []
+        self.initial_placement, self.asked = Placement.in_order(2, 4, 2, 3), []
 
     def rebalanced(self, state, placement):
         self.asked.append(placement)
@@ -184,10 +184,10 @@ def test_experts_go_where_balance_puts_them():
     tracker = LoadTracker.start(2, 4, half_life=2)
     for _ in range(4):
         tracker = tracker.add(COUNTS)
-    wanted = balance(tracker.loads, Slots(2, 3), layout.start)
-    assert state == ["moved"] and layout.asked == [wanted] and wanted != layout.start
-    assert told["step"] == 4 and told["experts_moved"] == wanted.moves_from(layout.start).sum()
-    assert told["device_load_before"] == pytest.approx(layout.start.imbalance(COUNTS).mean())
+    wanted = balance(tracker.loads, Slots(2, 3), layout.initial_placement)
+    assert state == ["moved"] and layout.asked == [wanted] and wanted != layout.initial_placement
+    assert told["step"] == 4 and told["experts_moved"] == wanted.moves_from(layout.initial_placement).sum()
+    assert told["device_load_before"] == pytest.approx(layout.initial_placement.imbalance(COUNTS).mean())
     assert told["device_load_after"] == pytest.approx(wanted.imbalance(COUNTS).mean())
     assert told["device_load_bound"] <= told["device_load_after"] < told["device_load_before"]
     assert told["event"].startswith("experts rebalanced: max/mean 1.")
@@ -209,10 +209,10 @@ def test_a_resumed_run_has_its_placement_and_its_loads():
     # On other devices it is placed by the loads that were saved.
     balancer, layout = Balancer(FakeLayout(), 4), FakeLayout()
     balancer.add(COUNTS)
-    layout.num_devices, layout.num_slots, layout.start = 4, 2, Placement.in_order(2, 4, 4, 2)
+    layout.num_devices, layout.num_slots, layout.initial_placement = 4, 2, Placement.in_order(2, 4, 4, 2)
     assert Balancer(layout, 4).resume([], balancer.to_json()) == ["moved"]
     (placement,) = layout.asked
-    assert placement.imbalance(COUNTS).max() < layout.start.imbalance(COUNTS).max()
+    assert placement.imbalance(COUNTS).max() < layout.initial_placement.imbalance(COUNTS).max()
 
 
 @pytest.mark.parametrize(
@@ -232,13 +232,13 @@ def test_options_that_do_not_fit_are_refused(options, told):
     config = configure(**options)
     with pytest.raises(ConfigError, match=told):
         check(config)
-        slots_of(config, 8)
+        slots_per_device(config, 8)
 
 
 def test_slots_of_a_device():
-    assert slots_of(configure(ep=4), 8) is None
-    assert slots_of(configure(ep=4, rebalance_every=10), 8) == 2
-    assert slots_of(configure(ep=4, redundant_experts=4), 8) == 3
+    assert slots_per_device(configure(ep=4), 8) is None
+    assert slots_per_device(configure(ep=4, rebalance_every=10), 8) == 2
+    assert slots_per_device(configure(ep=4, redundant_experts=4), 8) == 3
 
 
 def test_tokens_stay_near_or_are_spread_where_room_is_bounded(tmp_path):

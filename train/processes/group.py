@@ -112,9 +112,9 @@ class Processes:
           ConfigError: on every process, if facts differ; it names them and the process.
         """
         found = self.gather(dict(facts))
-        verdict = self.broadcast(lambda: "\n".join(differences(found)))
-        if verdict:
-            raise ConfigError(f"the processes would not train the same model:\n{verdict}")
+        differing = self.broadcast(lambda: "\n".join(differences(found)))
+        if differing:
+            raise ConfigError(f"the processes would not train the same model:\n{differing}")
 
     def any_problem(self, problem: str | None) -> str | None:
         """The first problem that a process has, on all processes; None if no process has one."""

@@ -28,31 +28,31 @@ from train.config import CheckpointConfig
 from train.errors import CheckpointError, Stopped
 from train.figures.folder import CHECKPOINTS
 from train.processes.group import Processes
-from train.state.facts import FORMAT, Facts, at_step, changes, refuse_foreign
+from train.state.facts import FORMAT, Facts, describe_changes, refuse_foreign, step_facts
 from train.state.fingerprint import fingerprints
 from train.state.layout import Layout, TrainState
 
 FOLDER = CHECKPOINTS
 """Name of the folder of checkpoints within a run's folder."""
 
-ASIDE = "damaged"
+DAMAGED_FOLDER = "damaged"
 """Name of the folder, within a run's folder, for steps that could not be used; they are kept to find out why."""
 
-PATIENCE = 600
+SAVE_TIMEOUT_S = 600
 """Seconds after which a save that has not ended is given up."""
 
 
-AGAIN = 30
+RETRY_S = 30
 """Seconds after which a save that failed is tried again, even if no checkpoint is due."""
 
-MISSING = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+NOT_WHOLE_ERRNOS = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
 """Error numbers of a checkpoint that is not whole; all others are of the disk or the network, and may be temporary."""
 
-WAITS = (0.5, 2.0, 8.0)
+READ_RETRY_WAITS_S = (0.5, 2.0, 8.0)
 """Seconds to wait before each further attempt to read a checkpoint that could not be read."""
 
 
-class Verdict(NamedTuple):
+class CheckpointStatus(NamedTuple):
     """Whether a step can be used.
 
     Attributes:
@@ -94,7 +94,7 @@ class Checkpoints:
         self._failing = False
         self._writing: tuple[int, Any] | None = None
         self._quiet = contextlib.ExitStack()
-        self.seconds = 0.0
+        self.blocked_seconds = 0.0
         """Seconds for which the latest save kept the run waiting."""
         self.restored: Facts = {}
         """The facts stored with the step that was restored."""
@@ -103,7 +103,7 @@ class Checkpoints:
     def due(self, step: int) -> bool:
         """Whether a finished step should be saved: by the options' steps and minutes, or because a save has failed."""
         every, minutes = self._config.every, self._config.minutes
-        if self._failing and time.monotonic() - self._last_time >= AGAIN:
+        if self._failing and time.monotonic() - self._last_time >= RETRY_S:
             return True
         by_step = every is not None and step % every == 0
         return by_step or (minutes is not None and time.monotonic() - self._last_time >= 60 * minutes)
@@ -117,7 +117,7 @@ class Checkpoints:
         balance: Any = None,
         carried: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begin to write a step, and return as soon as the arrays are copied. For the arguments see ``at_step``.
+        """Begin to write a step, and return as soon as the arrays are copied. For the arguments see ``step_facts``.
 
         A failure, such as a full disk, is only reported and costs this checkpoint alone. With several processes it
         raises CheckpointError.
@@ -125,13 +125,13 @@ class Checkpoints:
         began = time.monotonic()
         self.wait()
         flat = self._layout.to_canonical(state)
-        facts = at_step(self._facts, step, fingerprints(flat), record, load, balance, carried)
+        facts = step_facts(self._facts, step, fingerprints(flat), record, load, balance, carried)
         try:
             self._writing = step, self._store.save_async(step, flat, force=True, custom_metadata=facts)
         except Exception as error:  # Orbax raises whatever the file system did
             self._failed(step, error)
         self._last_time = time.monotonic()
-        self.seconds = self._last_time - began
+        self.blocked_seconds = self._last_time - began
 
     def wait(self) -> None:
         """Wait until nothing is being written any more."""
@@ -140,7 +140,7 @@ class Checkpoints:
         step, writing = self._writing
         self._writing = None
         try:
-            writing.result(PATIENCE)
+            writing.result(SAVE_TIMEOUT_S)
         except Exception as error:
             self._failed(step, error)
         else:
@@ -170,15 +170,15 @@ class Checkpoints:
         damaged: list[int] = []
         for step in steps:
             where = f"{self._folder / FOLDER / str(step)}"
-            admit = functools.partial(self._admit, where)
-            verdict, flat = _read(self._store, step, admit, self._processes.any_problem)
-            if verdict.problem is None:
-                self._put_aside(step)
-                for text in changes(verdict.facts, self._facts):
+            expected_arrays = functools.partial(self._expected_arrays, where)
+            status, flat = _read(self._store, step, expected_arrays, self._processes.any_problem)
+            if status.problem is None:
+                self._move_newer_aside(step)
+                for text in describe_changes(status.facts, self._facts):
                     self._say(f"warning: {text}")
-                self._saved, self.restored = step, verdict.facts
+                self._saved, self.restored = step, status.facts
                 return self._layout.from_canonical(flat)
-            self._say(f"warning: {where} is damaged: {verdict.problem}")
+            self._say(f"warning: {where} is damaged: {status.problem}")
             damaged.append(step)
         if damaged:
             raise CheckpointError(
@@ -208,9 +208,9 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointError(f"cannot write into {folder}: {error.strerror or error}") from None
         with quiet():
-            return _store(folder, self._config)
+            return _open_store(folder, self._config)
 
-    def _admit(self, where: str, facts: Facts) -> Mapping[str, Any]:
+    def _expected_arrays(self, where: str, facts: Facts) -> Mapping[str, Any]:
         refuse_foreign(facts, self._facts, where)
         return self._layout.canonical
 
@@ -227,18 +227,18 @@ class Checkpoints:
             # After the first thread that failed Orbax waits for no others.
             if type(thread).__module__.startswith("orbax."):
                 # Orbax's own ``join`` would raise the same error again.
-                threading.Thread.join(thread, PATIENCE)
+                threading.Thread.join(thread, SAVE_TIMEOUT_S)
         # ``close`` raises the same error again.
         with contextlib.suppress(Exception):
             self._store.close()
-        self._store = _store(self._folder / FOLDER, self._config)
+        self._store = _open_store(self._folder / FOLDER, self._config)
 
-    def _put_aside(self, whole: int) -> None:
+    def _move_newer_aside(self, whole: int) -> None:
         """Move all steps newer than the whole one: they will be written again, and Orbax does not overwrite a step.
 
         They are listed from the folder, because Orbax does not list the remains of a step that it was deleting.
         """
-        folder, aside = self._folder / FOLDER, self._folder / ASIDE
+        folder, aside = self._folder / FOLDER, self._folder / DAMAGED_FOLDER
         newer = [path for path in folder.iterdir() if path.name.isdigit() and int(path.name) > whole]
         # Until here all processes list the folder as it was.
         self._processes.barrier()
@@ -254,7 +254,7 @@ class Checkpoints:
         self._say(f"warning: put aside in {aside}: step {gone}; going on from step {whole}")
 
 
-def verify(folder: Path) -> Iterator[Verdict]:
+def verify(folder: Path) -> Iterator[CheckpointStatus]:
     """Read every step of a run, oldest first, and compare its fingerprints; on one device, whatever devices wrote it.
 
     Raises:
@@ -276,7 +276,7 @@ def verify(folder: Path) -> Iterator[Verdict]:
             for name, (shape, dtype) in facts["arrays"].items()
         }
 
-    with quiet(), _store(found, CheckpointConfig(), clean=False) as store:
+    with quiet(), _open_store(found, CheckpointConfig(), clean=False) as store:
         steps = sorted(step.step for step in store.checkpoints)
         if not steps:
             raise CheckpointError(f"--check {folder}: no whole step in {found}")
@@ -289,8 +289,8 @@ def _read(
     step: int,
     describe: Callable[[Facts], Mapping[str, Any]],
     any_problem: Callable[[str | None], str | None] = lambda problem: problem,
-) -> tuple[Verdict, dict[str, jax.Array]]:
-    """Load a step and verify it. Returns its verdict and its arrays, {} unless it is whole.
+) -> tuple[CheckpointStatus, dict[str, jax.Array]]:
+    """Load a step and verify it. Returns its status and its arrays, {} unless it is whole.
 
     ``describe`` returns the arrays to expect, from the step's facts, or raises. ``any_problem`` turns the problem of
     this process into one of any process. All processes repeat a read together: in Orbax they wait for each other.
@@ -298,10 +298,10 @@ def _read(
     facts: Facts = {}
     flat: dict[str, jax.Array] = {}
     problem: str | None
-    passing: str | None
+    temporary: str | None
     with quiet():
-        for wait in (*WAITS, None):
-            problem = passing = None
+        for wait in (*READ_RETRY_WAITS_S, None):
+            problem = temporary = None
             try:
                 facts = store.metadata(step).custom_metadata or {}
                 if not facts:
@@ -312,35 +312,35 @@ def _read(
                 raise
             # Half a folder or a flipped bit makes Orbax raise errors of many types.
             except Exception as error:
-                if _may_pass(error):
-                    passing = reason(error)
+                if _is_temporary(error):
+                    temporary = reason(error)
                 else:
                     problem = reason(error)
-            problem, passing = any_problem(problem), any_problem(passing)
-            if problem is not None or passing is None:
+            problem, temporary = any_problem(problem), any_problem(temporary)
+            if problem is not None or temporary is None:
                 break
             if wait is not None:
                 time.sleep(wait)
     if problem is not None:
-        return Verdict(step, problem, facts), {}
-    if passing is not None:
+        return CheckpointStatus(step, problem, facts), {}
+    if temporary is not None:
         raise CheckpointError(
-            f"step {step} cannot be read: {passing}; tried {len(WAITS) + 1} times. It is left where it is: resume "
-            "again when the disk can be read"
+            f"step {step} cannot be read: {temporary}; tried {len(READ_RETRY_WAITS_S) + 1} times. It is left where it "
+            "is: resume again when the disk can be read"
         )
     prints, saved = fingerprints(flat), facts.get("fingerprints", {})
     wrong = [name for name, value in prints.items() if saved.get(name) != value]
     if wrong:
         problem = f"{len(wrong)} of {len(prints)} arrays are not what was saved, such as {wrong[0]}"
-        return Verdict(step, problem, facts), {}
-    return Verdict(step, None, facts), flat
+        return CheckpointStatus(step, problem, facts), {}
+    return CheckpointStatus(step, None, facts), flat
 
 
-def _store(folder: Path, config: CheckpointConfig, *, clean: bool = True) -> Any:
+def _open_store(folder: Path, config: CheckpointConfig, *, clean: bool = True) -> Any:
     context = ocp.Context()
     # With True the first save compiles a slice for every shape.
     context.array.saving.use_replica_parallel = False
-    context.asynchronous.timeout_secs = PATIENCE
+    context.asynchronous.timeout_secs = SAVE_TIMEOUT_S
     keep = ocp.training.preservation_policies
     kept = [keep.LatestN(config.keep)]
     if config.keep_every is not None:
@@ -361,13 +361,13 @@ def _store(folder: Path, config: CheckpointConfig, *, clean: bool = True) -> Any
         ) from error
 
 
-def _may_pass(error: BaseException | None) -> bool:
+def _is_temporary(error: BaseException | None) -> bool:
     """Whether an error may be temporary: input, output or the wait for another process failed, and what is stored may
     be whole."""
     while error is not None:
         if isinstance(error, TimeoutError):
             return True
-        if isinstance(error, OSError) and error.errno is not None and error.errno not in MISSING:
+        if isinstance(error, OSError) and error.errno is not None and error.errno not in NOT_WHOLE_ERRNOS:
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -59,19 +59,20 @@ def describe(
         "seed": config.seed,
         "options": options_as_dict(config),
         "layout": {name: getattr(config.step, name) for name in LAYOUT} | {"processes": jax.process_count()},
-        "platform": {"devices": jax.devices()[0].device_kind, "machine": platform.machine()} | _sums(config),
+        "platform": {"devices": jax.devices()[0].device_kind, "machine": platform.machine()}
+        | _sum_order(config),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy")},
     }
 
 
-def _sums(config: TrainConfig) -> dict[str, str]:
+def _sum_order(config: TrainConfig) -> dict[str, str]:
     """The order in which a GPU adds; {} for other devices, which always add in one order."""
     if jax.devices()[0].platform != "gpu":
         return {}
     return {"sums": "in one order" if config.launch.deterministic else ANY_ORDER}
 
 
-def at_step(
+def step_facts(
     facts: Facts,
     step: int,
     prints: Mapping[str, int],
@@ -121,7 +122,7 @@ NOT_BITWISE = {"layout": "layout", "platform": "hardware", "versions": "versions
 def refuse_foreign(saved: Facts, ours: Facts, where: str) -> None:
     """Raise CheckpointError, which names all that differs, if a run may not go on from the saved checkpoint."""
     wrong = [
-        f"{what} differs: {difference(saved.get(key), ours[key])}"
+        f"{what} differs: {describe_difference(saved.get(key), ours[key])}"
         for key, what in MUST_AGREE.items()
         if saved.get(key) != ours[key]
     ]
@@ -132,10 +133,10 @@ def refuse_foreign(saved: Facts, ours: Facts, where: str) -> None:
         )
 
 
-def changes(saved: Facts, ours: Facts) -> list[str]:
+def describe_changes(saved: Facts, ours: Facts) -> list[str]:
     """All other differences, in words: first those that prevent equal bits from here on, then changed options."""
     found = [
-        f"not bit for bit: {what} changed, {difference(saved.get(key), ours[key])}"
+        f"not bit for bit: {what} changed, {describe_difference(saved.get(key), ours[key])}"
         for key, what in NOT_BITWISE.items()
         if saved.get(key) != ours[key]
     ]
@@ -144,26 +145,26 @@ def changes(saved: Facts, ours: Facts) -> list[str]:
     # An option that did not exist yet had today's default.
     before = _leaves(options_as_dict(TrainConfig())) | _leaves(in_current_sections(saved.get("options", {})))
     now = _leaves(ours["options"])
-    options = [name for name in now if before[name] != now[name] and not name.startswith(_SILENT)]
+    options = [name for name in now if before[name] != now[name] and not name.startswith(_UNREPORTED)]
     if options:
         found.append("options changed: " + ", ".join(f"{n} {before[n]} -> {now[n]}" for n in options))
     return found
 
 
-_SILENT = ("name", "runs", "checkpoint.", "log.", "launch.", *(f"step.{name}" for name in LAYOUT))
+_UNREPORTED = ("name", "runs", "checkpoint.", "log.", "launch.", *(f"step.{name}" for name in LAYOUT))
 """Beginnings of the names of options whose changes are not listed: they do not change results, or are reported as the
 layout."""
 
 
-def difference(before: Any, now: Any) -> str:
+def describe_difference(before: Any, now: Any) -> str:
     if not (isinstance(before, Mapping) and isinstance(now, Mapping)):
-        return f"{_cut(before)} saved, {_cut(now)} now"
+        return f"{_shorten(before)} saved, {_shorten(now)} now"
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key)]
-    shown = ", ".join(f"{key} {_cut(before.get(key))} -> {_cut(now.get(key))}" for key in keys[:4])
+    shown = ", ".join(f"{key} {_shorten(before.get(key))} -> {_shorten(now.get(key))}" for key in keys[:4])
     return shown + (f" and {len(keys) - 4} more" if len(keys) > 4 else "")
 
 
-def _cut(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = str(value)
     return text if len(text) <= 40 else text[:12] + "..."
 

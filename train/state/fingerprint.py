@@ -43,14 +43,14 @@ def fingerprint_on_host(array: np.ndarray) -> int:
     words = np.ascontiguousarray(array).reshape(-1)
     words = words.view(f"u{min(words.dtype.itemsize, 4)}")
     total = 0
-    for start in range(0, len(words), _SOME):
-        some = words[start : start + _SOME].astype(np.uint32)
+    for start in range(0, len(words), _CHUNK):
+        some = words[start : start + _CHUNK].astype(np.uint32)
         factors = (1 + 2 * np.arange(start, start + len(some))).astype(np.uint32)
         total += int(np.sum(some * factors, dtype=np.uint32))
     return total % 2**32
 
 
-_SOME = 1 << 20
+_CHUNK = 1 << 20
 """The number of words that are summed at a time, few enough to stay in a cache."""
 
 

@@ -23,7 +23,7 @@ from dualpipe_jax.engine import Pipeline, PlacedStages
 from dualpipe_jax.engine.stages import from_placed, to_placed
 from dualpipe_jax.parallel import PP
 from dualpipe_jax.schedule import Placement, Schedule
-from train.state.sharing import Shard, share_out, storage_specs
+from train.state.sharing import Shard, shard_further, storage_specs
 
 Tree = Any
 Flat = dict[str, jax.Array]
@@ -200,7 +200,7 @@ def abstract_state(
 
     def lay(leaf: jax.ShapeDtypeStruct, like: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         leaf = _lay(leaf, mesh, like.sharding.spec)
-        return share_out(leaf) if shard == "optimizer" else leaf
+        return shard_further(leaf) if shard == "optimizer" else leaf
 
     opt_state = optax.tree.map_params(optimizer, lay, opt_state, trainable(params))
     return TrainState(step, params, opt_state)

@@ -27,7 +27,7 @@ from train.state.layout import Flat, Layout, TrainState, shardings
 Tree = Any
 
 
-def slots_of(config: TrainConfig, num_experts: int) -> int | None:
+def slots_per_device(config: TrainConfig, num_experts: int) -> int | None:
     """The number of experts of a layer that a device holds, copies included; None if experts always stay in order.
 
     Raises:
@@ -82,13 +82,13 @@ class PlacedLayout(Layout):
         return int(self.model.layout.rows.max()) + 1
 
     @functools.cached_property
-    def start(self) -> Placement:
+    def initial_placement(self) -> Placement:
         """The placement of experts before anything is known about their loads."""
         return Placement.in_order(self.num_layers, self.num_experts, self.num_devices, self.num_slots)
 
     def init(self, key: jax.Array) -> TrainState:
         """The state before the first step, with the same weights as that of ``in_order``."""
-        return self._enter(self.in_order.init(key))
+        return self._to_placed(self.in_order.init(key))
 
     @functools.cached_property
     def canonical(self) -> dict[str, jax.ShapeDtypeStruct]:
@@ -100,11 +100,11 @@ class PlacedLayout(Layout):
 
     @functools.cached_property
     def from_canonical(self) -> Callable[[Flat], TrainState]:
-        return lambda flat: self._enter(self.in_order.from_canonical(flat))
+        return lambda flat: self._to_placed(self.in_order.from_canonical(flat))
 
     def plain(self, state: TrainState) -> TrainState:
         """The state in the form of ``in_order``: every expert once, in order."""
-        return self._leave(state, self._moves(self.placement_of(state), self._once), None)
+        return self._unplace(state, self._moves(self.placement_of(state), self._one_copy_each), None)
 
     def rebalanced(self, state: TrainState, placement: Placement) -> TrainState:
         """The state with experts and their optimizer state in a new placement; the old state's memory is reused."""
@@ -123,24 +123,28 @@ class PlacedLayout(Layout):
         return Placement(experts, self.num_experts)
 
     @property
-    def _once(self) -> Placement:
+    def _one_copy_each(self) -> Placement:
         each = self.num_experts // self.num_devices
         return Placement.in_order(self.num_layers, self.num_experts, self.num_devices, each)
 
-    def _enter(self, state: TrainState) -> TrainState:
-        return self._arrive(state, self._moves(self._once, self.start), self._tables(self.start))
+    def _to_placed(self, state: TrainState) -> TrainState:
+        return self._place(
+            state,
+            self._moves(self._one_copy_each, self.initial_placement),
+            self._tables(self.initial_placement),
+        )
 
     def _params(self, key: jax.Array) -> Tree:
         """Placed parameters, to describe their form; ``init`` makes the real ones."""
-        params = models.place_experts(self.model.init(key), self._by_stage(self.start))
+        params = models.place_experts(self.model.init(key), self._by_stage(self.initial_placement))
         return params | {"stages": to_placed(params["stages"], self.schedule.placement)}
 
     @functools.cached_property
-    def _arrive(self) -> Callable[..., TrainState]:
+    def _place(self) -> Callable[..., TrainState]:
         return jax.jit(self._moved(self.abstract), out_shardings=shardings(self.abstract))
 
     @functools.cached_property
-    def _leave(self) -> Callable[..., TrainState]:
+    def _unplace(self) -> Callable[..., TrainState]:
         plain = self.in_order.abstract
         return jax.jit(self._moved(plain), out_shardings=shardings(plain))
 
@@ -188,17 +192,17 @@ class PlacedLayout(Layout):
 
     def _tables(self, placement: Placement) -> PlacedStages:
         specs = {"held": PartitionSpec(PP), "copies": PartitionSpec(PP, None, expert_axis(self.mesh))}
-        return self._laid(self._by_stage(placement), specs)
+        return self._put_on_ranks(self._by_stage(placement), specs)
 
     def _moves(self, before: Placement, after: Placement) -> PlacedStages:
         planned: Moves = plan_moves(before.experts, after.experts, self.num_experts)
         rows = np.maximum(self.model.layout.rows, 0)
         over = PartitionSpec(PP, None, expert_axis(self.mesh))
         arrays = {"send": planned.send[rows], "take": planned.take[rows]}
-        placed = self._laid(arrays, {"send": over, "take": over})
+        placed = self._put_on_ranks(arrays, {"send": over, "take": over})
         return dataclasses.replace(placed, local=tuple({"routing": tables} for tables in placed.local))
 
-    def _laid(self, arrays: dict[str, np.ndarray], specs: dict[str, PartitionSpec]) -> PlacedStages:
+    def _put_on_ranks(self, arrays: dict[str, np.ndarray], specs: dict[str, PartitionSpec]) -> PlacedStages:
         """Place arrays [stages, ...] in model order on the ranks of their stages."""
 
         def lay(name: str, array: np.ndarray) -> jax.Array:

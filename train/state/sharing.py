@@ -25,7 +25,7 @@ _ROWS, _LANES = 16, 128
 """The shape of the tiles in which a TPU stores bfloat16 arrays."""
 
 
-def share_out(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def shard_further(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """The type of an array, sharded further over all mesh axes over which it is replicated, as a type with sharding.
 
     If possible, a dim is cut by all these axes together, because one collective then gathers it; else by all of them
@@ -56,7 +56,7 @@ def share_out(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def storage_specs(params: Tree) -> Tree:
-    """The ``Pipeline.storage_specs`` with which every leaf is stored as ``share_out`` shards it.
+    """The ``Pipeline.storage_specs`` with which every leaf is stored as ``shard_further`` shards it.
 
     Args:
       params: the parameters as the engine places and uses them, as types with shardings; None for leaves that are not
@@ -65,7 +65,7 @@ def storage_specs(params: Tree) -> Tree:
     placed: PlacedStages = params["stages"]
 
     def of_stage(leaf: jax.ShapeDtypeStruct) -> PartitionSpec:
-        return PartitionSpec(*share_out(leaf).sharding.spec[1:])  # placed leaves are [ranks, ...]
+        return PartitionSpec(*shard_further(leaf).sharding.spec[1:])  # placed leaves are [ranks, ...]
 
-    shared = jax.tree.map(lambda leaf: share_out(leaf).sharding.spec, params["shared"])
+    shared = jax.tree.map(lambda leaf: shard_further(leaf).sharding.spec, params["shared"])
     return {"stages": jax.tree.map(of_stage, placed.local[0]), "shared": shared}

@@ -28,7 +28,7 @@ from train.generate.__main__ import main
 from train.generate.loading import load
 from train.generate.modes import _parse_line, make_engine
 from train.generate.options import Options
-from train.state.facts import at_step, describe
+from train.state.facts import describe, step_facts
 from train.state.fingerprint import fingerprints
 
 CONFIG = small(vocab=256, num_mtp_layers=1)
@@ -40,7 +40,7 @@ def checkpoint(run, step, **changes):
     flat = jax.tree.map(jax.numpy.asarray, by_name(random_params(CONFIG)))
     facts = describe(TrainConfig(), CONFIG, "corpus", flat, BYTES.fingerprint)
     prints = changes.pop("fingerprints", fingerprints(flat))
-    facts = at_step(facts | changes, step, prints, {"loss": 1.0}, None)
+    facts = step_facts(facts | changes, step, prints, {"loss": 1.0}, None)
     ocp.save(run / "checkpoints" / str(step), flat, custom_metadata=facts)
 
 

@@ -22,8 +22,8 @@ from train.errors import CheckpointError
 from train.options import options_as_dict
 from train.processes.group import Processes
 from train.state import checkpoint
-from train.state.checkpoint import ASIDE, FOLDER, Checkpoints, _read, verify
-from train.state.facts import changes, describe
+from train.state.checkpoint import DAMAGED_FOLDER, FOLDER, Checkpoints, _read, verify
+from train.state.facts import describe, describe_changes
 from train.state.layout import Layout
 from train.step import make_optimizer
 
@@ -179,7 +179,10 @@ def test_damaged_steps_are_put_aside_and_the_one_before_is_taken(run, layout, st
     assert [text.partition(":")[0] for text in run.said] == ["warning"] * 3
     assert all(f"{step} is damaged: " in text for step, text in zip((4, 3), run.said, strict=False))
     assert run.steps() == [2]
-    assert sorted(path.name.partition(".")[0] for path in (run.folder / ASIDE).iterdir()) == ["3", "4"]
+    assert sorted(path.name.partition(".")[0] for path in (run.folder / DAMAGED_FOLDER).iterdir()) == [
+        "3",
+        "4",
+    ]
     run.save(3)  # the run comes there again
     assert run.steps() == [2, 3]
     assert run.restore() is not None
@@ -189,7 +192,7 @@ def test_damaged_steps_are_put_aside_and_the_one_before_is_taken(run, layout, st
 def test_a_disk_that_cannot_be_read_damages_nothing(times, run, layout, state, monkeypatch):
     """It is tried again; where that does not help nothing is put aside."""
     run.save(3)
-    monkeypatch.setattr(checkpoint, "WAITS", (0.0,) * 3)
+    monkeypatch.setattr(checkpoint, "READ_RETRY_WAITS_S", (0.0,) * 3)
     left = [times]
     with run.open() as checkpoints:
         load = checkpoints._store.load
@@ -207,7 +210,7 @@ def test_a_disk_that_cannot_be_read_damages_nothing(times, run, layout, state, m
             told = "step 3 cannot be read: .*; tried 4 times. It is left where"
             with pytest.raises(CheckpointError, match=told):
                 checkpoints.restore()
-    assert run.steps() == [3] and not (run.folder / ASIDE).exists() and run.said == []
+    assert run.steps() == [3] and not (run.folder / DAMAGED_FOLDER).exists() and run.said == []
 
 
 @pytest.fixture(scope="module")
@@ -292,7 +295,9 @@ def test_options_that_there_were_not_yet_are_no_change():
     ours = same | {"options": options_as_dict(configure())}
     saved = same | {"options": {"mesh": {"pp": 2}, "optimizer": {"steps": 3}, "model": {"remat": "all"}}}
     told = "optimizer.steps 3 -> 250, step.remat all -> none"
-    assert [set(line.split(": ")[1].split(", ")) for line in changes(saved, ours)] == [set(told.split(", "))]
+    assert [set(line.split(": ")[1].split(", ")) for line in describe_changes(saved, ours)] == [
+        set(told.split(", "))
+    ]
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(run, layout, state, monkeypatch, caplog):
@@ -311,9 +316,9 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(run, layout, state, monk
         assert len(run.said) == 1
         told = "warning: step 2 could not be saved: ValueError: OUT_OF_RANGE: .*: File too large; training goes on, and"
         assert re.match(told, run.said[0]) and len(run.said[0]) < 350 and "Traceback" not in caplog.text
-        monkeypatch.setattr(checkpoint, "AGAIN", 1e9)
+        monkeypatch.setattr(checkpoint, "RETRY_S", 1e9)
         assert not checkpoints.due(2)
-        monkeypatch.setattr(checkpoint, "AGAIN", 0)
+        monkeypatch.setattr(checkpoint, "RETRY_S", 0)
         assert checkpoints.due(2)
         checkpoints.save(3, state, RECORD, [])
         checkpoints.finish(3)
@@ -399,7 +404,7 @@ def test_damage_of_what_is_written_about_a_step_is_told(run, about, capsys):
 )
 def test_several_processes_read_again_together(monkeypatch, own, others, problem, loads):
     """One that waited for another tells that one's reason, and takes no failing disk of another for damage."""
-    monkeypatch.setattr("train.state.checkpoint.WAITS", (0.0, 0.0))
+    monkeypatch.setattr("train.state.checkpoint.READ_RETRY_WAITS_S", (0.0, 0.0))
     told, done = iter(others), []
 
     def load(step, expected):
@@ -447,4 +452,6 @@ def test_a_run_that_goes_on_on_a_gpu_is_told_of_its_sums(before, now, says):
     )
     for key in ("layout", "versions"):
         saved[key] = ours[key] = {}
-    assert "; ".join(changes(saved, ours)).startswith(says) and bool(changes(saved, ours)) == bool(says)
+    assert "; ".join(describe_changes(saved, ours)).startswith(says) and bool(
+        describe_changes(saved, ours)
+    ) == bool(says)

@@ -20,7 +20,7 @@ from dualpipe_jax.schedule import dualpipe, gpipe
 from tests.engine.models import quick
 from tests.train.state.test_state import check_lies
 from train.state.layout import Layout, shardings, trainable
-from train.state.sharing import share_out
+from train.state.sharing import shard_further
 from train.step import make_optimizer, make_update
 
 SCHEDULE, NUM_DP, NUM_PP, NUM_EP = dualpipe(2, 4), 2, 2, 2
@@ -47,9 +47,9 @@ OPTIMIZER = make_optimizer(0.01, clip=0.5, weight_decay=0.1)
 def test_an_array_is_cut_where_all_axes_divide_it_or_each_does(spec, shape, expected):
     """By hand: two replicas, two ranks, or three where they are free, and four devices for experts."""
     lies = NamedSharding(abstract_mesh(3 if "pp" not in spec else 2, 4, dp=2), spec)
-    found = share_out(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=lies))
+    found = shard_further(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=lies))
     assert found.sharding.is_equivalent_to(NamedSharding(lies.mesh, expected), len(shape)), found.sharding
-    again = share_out(found)
+    again = shard_further(found)
     assert again.sharding.spec == found.sharding.spec
 
 
@@ -57,7 +57,7 @@ def test_matrices_of_v3_are_cut_into_whole_tiles_where_they_can_be():
     """18432 / 1024 = 18 rows are none of 16 each, nor are 7168 / 1024 = 7; 112 rows are, and 9 x 128 lanes."""
     lies = NamedSharding(abstract_mesh(16, 64), P())
     for shape, expected in (((7168, 18432), P("ep", "pp")), ((16384, 7168), P(("pp", "ep")))):
-        found = share_out(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=lies)).sharding
+        found = shard_further(jax.ShapeDtypeStruct(shape, jnp.float32, sharding=lies)).sharding
         assert found.is_equivalent_to(NamedSharding(lies.mesh, expected), 2), (shape, found.spec)
 
 
