@@ -91,7 +91,7 @@ def run_with_restarts(
       config: the options.
       commands: ``commands(config, attempt)``, a command for each process; attempts count from 0.
       folder: the folder for the log of events and for the output of the processes.
-      requests: whether the supervisor was told to stop.
+      requests: the requests to stop that the supervisor received.
     """
     log, most = EventLog(folder / "story.log"), config.launch.restarts
     for attempt in range(most + 1):

@@ -89,7 +89,7 @@ class Outcome:
 
 
 class StopRequests(Handlers):
-    """Whether the supervisor was told to stop: a context in which signals are noted and do nothing else."""
+    """The requests to stop that the supervisor received: a context in which signals are noted and do nothing else."""
 
     def __init__(self) -> None:
         super().__init__(tuple(NAMES))
@@ -114,7 +114,7 @@ def run_once(
     Args:
       commands: one command for each process.
       logs: ``logs.I.log`` receives the output of process I, except the standard output of process 0.
-      requests: whether the supervisor was told to stop.
+      requests: the requests to stop that the supervisor received.
       environ: the environment of all processes.
       own_environ: a function from a process's number to the environment variables of this process alone.
     """
