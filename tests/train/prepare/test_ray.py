@@ -241,11 +241,11 @@ def test_a_node_with_other_libraries_is_refused(tmp_path):
     """Its tokens might be others."""
     (tmp_path / "job.json").touch()
     work, job = open_folder(str(tmp_path)), (lambda number: number, (3,))
-    assert cluster._run(work, "job.json", versions(), *job) == 3
+    assert cluster._run_on_node(work, "job.json", versions(), *job) == 3
     with pytest.raises(
         DataError, match="has .*'numpy': .*, and here is .*'0.1'.*; install the same on all nodes"
     ):
-        cluster._run(work, "job.json", versions() | {"numpy": "0.1"}, *job)
+        cluster._run_on_node(work, "job.json", versions() | {"numpy": "0.1"}, *job)
 
 
 def refused(arguments, capsys):
