@@ -16,8 +16,8 @@ from jax.experimental import pallas as pl
 
 from dualpipe_jax.arguments import UnfitError
 from dualpipe_jax.parallel import Handle, expert_matmul
-from dualpipe_jax.parallel.expert_groups import BY_DEVICE, gpu_row
-from dualpipe_jax.parallel.kernel_cost import blocks_added, priced
+from dualpipe_jax.parallel.expert_groups import KERNELS_BY_DEVICE, gpu_kind
+from dualpipe_jax.parallel.kernel_cost import sums_as_additions, with_cost_estimate
 from models.attention import Attend, causal_attention
 from models.config import Config
 from models.cudnn import compute_capability, cudnn_attention, cudnn_takes, widest_heads
@@ -100,7 +100,7 @@ class Kernels:
             return functools.partial(expert_matmul, kernel=self.matmul, **how)
         if platform == "gpu":
             return functools.partial(_on_gpu, **how)
-        product, gradient = BY_DEVICE[platform]
+        product, gradient = KERNELS_BY_DEVICE[platform]
         return functools.partial(expert_matmul, kernel=product, gradient=gradient, **how)
 
     def _refuse_foreign(self, what: str, kernel: str, platform: str) -> None:
@@ -139,7 +139,7 @@ class Kernels:
             experts = "experts one batched product"
         elif by_device and platform == "gpu":
             row = on_this_gpu(dtype)
-            experts = f"experts {BY_DEVICE[row][0]}"
+            experts = f"experts {KERNELS_BY_DEVICE[row][0]}"
             if row == "old_gpu":
                 experts += (
                     ", slow: each of a device's experts multiplies all rows; --dispatch capacity is faster"
@@ -158,12 +158,12 @@ AUTO = Kernels()
 
 
 def on_this_gpu(dtype: Any) -> str:
-    """Return the row of ``BY_DEVICE`` for the GPU that runs the program and rows of ``dtype``."""
-    return gpu_row(compute_capability(), dtype)
+    """Return the row of ``KERNELS_BY_DEVICE`` for the GPU that runs the program and rows of ``dtype``."""
+    return gpu_kind(compute_capability(), dtype)
 
 
 def _on_gpu(rows: Array, w_LDF: Array, handle: Handle, **how: bool) -> Array:
-    product, gradient = BY_DEVICE[on_this_gpu(rows.dtype)]
+    product, gradient = KERNELS_BY_DEVICE[on_this_gpu(rows.dtype)]
     return expert_matmul(rows, w_LDF, handle, kernel=product, gradient=gradient, **how)
 
 
@@ -222,7 +222,9 @@ def _splash_fwd(
         named = {"queries": scaled, "keys": k, "values": v}
         return jax.vmap(kernel)(*(checkpoint_name(a, name) for name, a in named.items()), segments)
 
-    return priced(functools.partial(jax.vjp, attend), _cost(q, v, 1, 1, (q, k, v, v)), KERNEL_VMEM)(q, k, v)
+    return with_cost_estimate(
+        functools.partial(jax.vjp, attend), _cost(q, v, 1, 1, (q, k, v, v)), KERNEL_VMEM
+    )(q, k, v)
 
 
 def _splash_bwd(scale: float, interpret: bool, pull: Any, d: Array) -> tuple[Array, Array, Array, None]:
@@ -230,7 +232,7 @@ def _splash_bwd(scale: float, interpret: bool, pull: Any, d: Array) -> tuple[Arr
     q, _, v = jax.eval_shape(pull, d)
     # Scores once more, then the gradients of values, scores, queries and keys.
     cost = _cost(q, v, 3, 2, (q, q, q, q, v, v, v, v))
-    return *priced(blocks_added(lambda pull, d: pull(d)), cost, KERNEL_VMEM)(pull, d), None
+    return *with_cost_estimate(sums_as_additions(lambda pull, d: pull(d)), cost, KERNEL_VMEM)(pull, d), None
 
 
 splash_attention.defvjp(_splash_fwd, _splash_bwd)

@@ -136,7 +136,7 @@ def walks(bench: Bench) -> None:
         for stages, snake in WALKS:
             walk = mosaic.Walk(stages, snake)
             facts = dict(flops=flops, seconds=0.03, stages=stages, snake=snake)
-            by = functools.partial(mosaic._of_many, tiles=tiles, walk=walk)
+            by = functools.partial(mosaic._product_of_many_rows, tiles=tiles, walk=walk)
             bench.time(f"{name}: F", by, x, w, sizes, **facts)
             bench.time(f"{name}: dx", functools.partial(by, transpose=True), dy, w, sizes, **facts)
             if (
@@ -148,7 +148,7 @@ def walks(bench: Bench) -> None:
 
 
 def _adding(tiles: Any, walk: mosaic.Walk, x: Any, dy: Any, sizes: Any, so_far: Any) -> tuple[Any]:
-    return (mosaic.added(tiles, x, dy, sizes, so_far, walk),)
+    return (mosaic.add_gradient(tiles, x, dy, sizes, so_far, walk),)
 
 
 def _mosaic(bench: Bench) -> tuple[str, mosaic.Tiles]:

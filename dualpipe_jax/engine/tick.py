@@ -76,7 +76,7 @@ class Tick:
 
         def exchange(wanted: Iterable[bool], payloads: list[Tree]) -> list[Tree]:
             return [
-                send(payload, channel.pairs, beside_others=True) if sent else payload
+                send(payload, channel.pairs, concurrent=True) if sent else payload
                 for channel, payload, sent in zip(self.table.channels, payloads, wanted, strict=True)
             ]
 

@@ -17,10 +17,10 @@ from dualpipe_jax.parallel.tiles import (
     LANES,
     Blocks,
     Slots,
-    Walked,
+    TileProgram,
+    for_each_tile,
     is_edge,
     load_tiles,
-    on_tiles,
     slot_of,
     zero_outside,
 )
@@ -53,14 +53,14 @@ def slots(blocks: Blocks, masks: bool = False) -> Slots:
     return Slots.of(blocks, both, by_tensor_cores(blocks.number), more)
 
 
-def walk(slots: Slots, walked: Walked) -> None:
+def compute_tiles(slots: Slots, program: TileProgram) -> None:
     """See ``Tiles``."""
     own = lax.axis_index("warpgroup")
     parts = {_WRITES: _write, _LOADS: load_tiles, _MULTIPLIES: _multiply}
-    if walked.inside is not None:
+    if program.row_bounds is not None:
         parts[_MASKS] = _mask
     for number, part in parts.items():
-        pl.when(own == number)(functools.partial(part, slots, walked))
+        pl.when(own == number)(functools.partial(part, slots, program))
 
 
 def _sum_of(tiles: Array) -> Array:
@@ -72,17 +72,17 @@ def _columns(slots: Slots, tiles: Array, column: int, columns: int) -> Any:
     return slots.more[0].at[:, pl.ds(_sum_of(tiles) * HALVES * LANES + column, columns)]
 
 
-def _mask(slots: Slots, walked: Walked) -> None:
+def _mask(slots: Slots, program: TileProgram) -> None:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    inside, masked = walked.inside, slots.more[3]
-    assert inside is not None
+    row_bounds, masked = program.row_bounds, slots.more[3]
+    assert row_bounds is not None
 
     def mask_tile(tile: Any, done: Array, _: Array) -> None:
         def one_step(step: Array, carry: None) -> None:
             slot = slot_of(slots, done + step)
             plgpu.barrier_wait(slots.arrived.at[slot])
-            first, past = inside(tile, step)
+            first, past = row_bounds(tile, step)
 
             @pl.when(is_edge(first, past))
             def _() -> None:
@@ -94,10 +94,10 @@ def _mask(slots: Slots, walked: Walked) -> None:
 
         lax.fori_loop(0, tile.steps, one_step, None)
 
-    on_tiles(walked, mask_tile)
+    for_each_tile(program, mask_tile)
 
 
-def _multiply(slots: Slots, walked: Walked) -> None:
+def _multiply(slots: Slots, program: TileProgram) -> None:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     _, made, written, *masked = slots.more
@@ -107,7 +107,7 @@ def _multiply(slots: Slots, walked: Walked) -> None:
         def one_step(step: Array, carry: None) -> None:
             slot = slot_of(slots, done + step)
             plgpu.barrier_wait(ready.at[slot])
-            operands = walked.operands(slot, slots.right.at[slot])
+            operands = program.operands(slot, slots.right.at[slot])
             plgpu.tcgen05_mma(_columns(slots, tiles, 0, HALVES * LANES), *operands, accumulate=step > 0)
             plgpu.tcgen05_commit_arrive(slots.taken.at[slot])
 
@@ -118,10 +118,10 @@ def _multiply(slots: Slots, walked: Walked) -> None:
             lax.fori_loop(0, tile.steps, one_step, None)
             plgpu.tcgen05_commit_arrive(made.at[_sum_of(tiles)])
 
-    on_tiles(walked, multiply_tile)
+    for_each_tile(program, multiply_tile)
 
 
-def _write(slots: Slots, walked: Walked) -> None:
+def _write(slots: Slots, program: TileProgram) -> None:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     _, made, written, *_ = slots.more
@@ -132,7 +132,7 @@ def _write(slots: Slots, walked: Walked) -> None:
                 columns = _columns(slots, tiles, half * LANES + column, ref.shape[1])
                 ref[...] = plgpu.async_load_tmem(columns, layout=plgpu.Layout.TCGEN05).astype(ref.dtype)
 
-            walked.write(tile, half, put)
+            program.write(tile, half, put)
 
         @pl.when(tile.steps > 0)
         def _() -> None:
@@ -142,5 +142,5 @@ def _write(slots: Slots, walked: Walked) -> None:
             plgpu.wait_load_tmem()
             plgpu.barrier_arrive(written.at[_sum_of(tiles)])
 
-    on_tiles(walked, write_tile)
+    for_each_tile(program, write_tile)
     plgpu.wait_smem_to_gmem(0)

@@ -31,7 +31,7 @@ from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.parallel.expert_groups import Kernel, check_kernel, multiply_groups
 from dualpipe_jax.parallel.expert_plan import Handle
 from dualpipe_jax.parallel.float8_matmul import float8_matmul
-from dualpipe_jax.parallel.wire import Way, carry
+from dualpipe_jax.parallel.wire import RowTransfer, transfer_rows
 from dualpipe_jax.varying import vary_alike
 
 
@@ -63,12 +63,14 @@ def dispatch(x_TD: Array, handle: Handle, *, fill: bool = True) -> Array:
 
     """
     if handle.outer is not None:
-        x_TD = arriving(dispatch(x_TD, handle.outer))
+        x_TD = flatten_arrivals(dispatch(x_TD, handle.outer))
     T = handle.slot_TK.shape[0]
     if x_TD.ndim != 2 or x_TD.shape[0] != T:
         raise ValueError(f"dispatch: the handle was planned for {T} tokens, x_TD has shape {x_TD.shape}.")
-    spread = _spread if fill else _spread_unfilled
-    return by_device(carry(Way(spread, _collect_copies, handle.payload), x_TD, handle), handle)
+    send_copies = _send_copies if fill else _send_copies_unfilled
+    return to_dispatch_layout(
+        transfer_rows(RowTransfer(send_copies, _collect_copies, handle.payload), x_TD, handle), handle
+    )
 
 
 def _check_rows(what: str, rows: Array, handle: Handle) -> None:
@@ -81,7 +83,7 @@ def _check_rows(what: str, rows: Array, handle: Handle) -> None:
         )
 
 
-def by_device(rows: Array, handle: Handle) -> Array:
+def to_dispatch_layout(rows: Array, handle: Handle) -> Array:
     """Return rows [R, ...] in the layout that ``dispatch`` returns."""
     if handle.capacity is None:
         return rows
@@ -126,18 +128,22 @@ def combine(y: Array, weights_TK: Array, handle: Handle) -> Array:
     _check_rows("combine: y", y, handle)
     if handle.outer is not None:
         # Sums are taken on the device at which the first hop arrives, so the weights take that hop, too.
-        weights_TK = arriving(dispatch(weights_TK, replace(handle.outer, payload="plain")))
+        weights_TK = flatten_arrivals(dispatch(weights_TK, replace(handle.outer, payload="plain")))
     if handle.capacity is not None:
         y = y.swapaxes(0, 1)
     rows = y.reshape(-1, y.shape[-1])
-    back_SD = carry(Way(from_experts, to_experts, payload_back=handle.payload), rows, handle)
-    out_TD = _collect(*vary_alike((back_SD, weights_TK, handle.assignment_S, handle.slot_TK)))
+    back_SD = transfer_rows(
+        RowTransfer(from_experts, to_experts, payload_backward=handle.payload), rows, handle
+    )
+    out_TD = _weighted_sum(*vary_alike((back_SD, weights_TK, handle.assignment_S, handle.slot_TK)))
     if handle.outer is None:
         return out_TD
-    return carry(Way(_collect_copies, _spread, payload_back=handle.payload), out_TD, handle.outer)
+    return transfer_rows(
+        RowTransfer(_collect_copies, _send_copies, payload_backward=handle.payload), out_TD, handle.outer
+    )
 
 
-def arriving(rows: Array) -> Array:
+def flatten_arrivals(rows: Array) -> Array:
     """Reshape the rows that a first hop brought, [1, N, C, D], to the input rows of a second hop, [N * C, D]."""
     return rows.reshape(-1, rows.shape[-1])
 
@@ -205,7 +211,7 @@ def to_experts(rows_SD: Array, handle: Handle, *, fill: bool = True) -> Array:
     rows = _exchange(rows_SD, handle)
     if handle.arrival_R is None:
         return rows
-    return take_rows(rows, handle.arrival_R) if fill else _take_any(rows, handle.arrival_R)
+    return take_or_zeros(rows, handle.arrival_R) if fill else _take_clipped(rows, handle.arrival_R)
 
 
 def from_experts(rows: Array, handle: Handle) -> Array:
@@ -213,68 +219,70 @@ def from_experts(rows: Array, handle: Handle) -> Array:
 
     It is the transpose of ``to_experts``, too, for nobody reads what arrives in empty slots.
     """
-    return _exchange(rows if handle.departure_R is None else _take_any(rows, handle.departure_R), handle)
+    return _exchange(rows if handle.departure_R is None else _take_clipped(rows, handle.departure_R), handle)
 
 
-def _spread(x_TD: Array, handle: Handle, *, fill: bool = True) -> Array:
+def _send_copies(x_TD: Array, handle: Handle, *, fill: bool = True) -> Array:
     """Copy each token into the slots of its assignments, and send them."""
     token_S = handle.assignment_S // handle.slot_TK.shape[1]
     if fill or handle.capacity is not None:
         # Empty slots read a row of zeros: filling them later would take one more pass over all rows that are sent.
         padded_UD = jnp.pad(x_TD, ((0, 1), (0, 0)))
         return to_experts(padded_UD.at[token_S].get(mode="promise_in_bounds"), handle, fill=fill)
-    return to_experts(_take_any(x_TD, token_S), handle, fill=fill)
+    return to_experts(_take_clipped(x_TD, token_S), handle, fill=fill)
 
 
-_spread_unfilled = functools.partial(_spread, fill=False)  # one object: ways are compared by identity
+_send_copies_unfilled = functools.partial(
+    _send_copies, fill=False
+)  # one object: transfers are compared by identity
 
 
 def _collect_copies(rows: Array, handle: Handle) -> Array:
-    """Bring rows back and sum those of each token in float32: the transpose of ``_spread``."""
+    """Bring rows back and sum those of each token in float32: the transpose of ``_send_copies``."""
     rows_SD, slot_TK = from_experts(rows, handle), handle.slot_TK
     # One gather per k: several times faster on CPU than one gather [T, K, D] and its sum.
-    parts = (take_rows(rows_SD, slot_TK[:, k]).astype(jnp.float32) for k in range(slot_TK.shape[1]))
+    parts = (take_or_zeros(rows_SD, slot_TK[:, k]).astype(jnp.float32) for k in range(slot_TK.shape[1]))
     return functools.reduce(jnp.add, parts).astype(rows.dtype)
 
 
-def take_rows(array_RD: Array, index: Array) -> Array:
+def take_or_zeros(array_RD: Array, index: Array) -> Array:
     """Gather rows; zeros where the index lies past the end."""
     return jnp.take(array_RD, index, axis=0, mode="fill", fill_value=0)
 
 
-def _take_any(array_RD: Array, index: Array) -> Array:
+def _take_clipped(array_RD: Array, index: Array) -> Array:
     """Gather rows; the last one where the index lies past the end."""
     return array_RD.at[index].get(mode="clip")
 
 
 @jax.custom_vjp
-def _collect(rows_SD: Array, weights_TK: Array, assignment_S: Array, slot_TK: Array) -> Array:
+def _weighted_sum(rows_SD: Array, weights_TK: Array, assignment_S: Array, slot_TK: Array) -> Array:
     """Return for each token the weighted sum of the rows in the slots of its assignments."""
     del assignment_S
     # Zero rows alone do not cancel a dropped assignment: zero times a weight that is not finite is NaN.
     weights_KT = jnp.where(slot_TK < rows_SD.shape[0], weights_TK, 0).astype(jnp.float32).T
     parts = (
-        take_rows(rows_SD, slot_TK[:, k]).astype(jnp.float32) * weights_KT[k, :, None]
+        take_or_zeros(rows_SD, slot_TK[:, k]).astype(jnp.float32) * weights_KT[k, :, None]
         for k in range(slot_TK.shape[1])
     )
     return functools.reduce(jnp.add, parts).astype(rows_SD.dtype)
 
 
-def _collect_fwd(rows_SD: Array, weights_TK: Array, assignment_S: Array, slot_TK: Array):
-    out_TD = _collect(rows_SD, weights_TK, assignment_S, slot_TK)
+def _weighted_sum_fwd(rows_SD: Array, weights_TK: Array, assignment_S: Array, slot_TK: Array):
+    out_TD = _weighted_sum(rows_SD, weights_TK, assignment_S, slot_TK)
     return out_TD, (rows_SD, weights_TK, assignment_S, slot_TK)
 
 
-def _collect_bwd(saved: tuple[Array, Array, Array, Array], d_TD: Array):
+def _weighted_sum_bwd(saved: tuple[Array, Array, Array, Array], d_TD: Array):
     rows_SD, weights_TK, assignment_S, slot_TK = saved
-    weight_S = take_rows(weights_TK.reshape(-1), assignment_S).astype(jnp.float32)
-    d_SD = take_rows(d_TD, assignment_S // slot_TK.shape[1]).astype(jnp.float32)
+    weight_S = take_or_zeros(weights_TK.reshape(-1), assignment_S).astype(jnp.float32)
+    d_SD = take_or_zeros(d_TD, assignment_S // slot_TK.shape[1]).astype(jnp.float32)
     products = (
-        jnp.sum(take_rows(rows_SD, slot_TK[:, k]).astype(jnp.float32) * d_TD.astype(jnp.float32), axis=-1)
+        jnp.sum(take_or_zeros(rows_SD, slot_TK[:, k]).astype(jnp.float32) * d_TD.astype(jnp.float32), axis=-1)
         for k in range(slot_TK.shape[1])
     )
     d_rows_SD = (d_SD * weight_S[:, None]).astype(rows_SD.dtype)
     return d_rows_SD, jnp.stack(list(products), axis=-1).astype(weights_TK.dtype), None, None
 
 
-_collect.defvjp(_collect_fwd, _collect_bwd)
+_weighted_sum.defvjp(_weighted_sum_fwd, _weighted_sum_bwd)

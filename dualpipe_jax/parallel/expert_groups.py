@@ -20,12 +20,12 @@ from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.gradient_sum import gradient_sum
 from dualpipe_jax.made_once import made_once
 from dualpipe_jax.parallel import mosaic, triton
-from dualpipe_jax.parallel.group_rows import filled
+from dualpipe_jax.parallel.group_rows import nonempty_groups
 from dualpipe_jax.varying import vary, vary_alike, varying_axes
 
 Kernel = Literal["plain", "ragged", "megablox", "hopper", "blackwell", "triton"]
 
-BY_DEVICE: Mapping[str, tuple[Kernel, Kernel]] = {
+KERNELS_BY_DEVICE: Mapping[str, tuple[Kernel, Kernel]] = {
     "cpu": ("plain", "plain"),
     "tpu": ("ragged", "megablox"),
     "hopper": ("hopper", "hopper"),
@@ -39,15 +39,19 @@ BY_DEVICE: Mapping[str, tuple[Kernel, Kernel]] = {
 before the A100, which Triton does not support, and for versions of JAX that have no Triton."""
 
 
-def gpu_row(capability: tuple[int, ...], dtype: Any) -> str:
-    """Return the row of ``BY_DEVICE`` for a GPU of a CUDA compute capability, like (9, 0), and rows of ``dtype``."""
-    if capability[0] in _MOSAIC and mosaic.takes(dtype):
+def gpu_kind(capability: tuple[int, ...], dtype: Any) -> str:
+    """Return the row of ``KERNELS_BY_DEVICE`` for a GPU and rows of ``dtype``.
+
+    ``capability`` is the GPU's CUDA compute capability, like (9, 0).
+    """
+    if capability[0] in _MOSAIC and mosaic.supports_dtype(dtype):
         return _MOSAIC[capability[0]]
-    return "gpu" if capability >= (8, 0) and triton.is_there() else "old_gpu"
+    return "gpu" if capability >= (8, 0) and triton.is_available() else "old_gpu"
 
 
 _MOSAIC = {9: "hopper", 10: "blackwell"}
-"""The row of ``BY_DEVICE`` for each GPU that ``mosaic`` serves, by the first number of its compute capability."""
+"""The row of ``KERNELS_BY_DEVICE`` for each GPU that ``mosaic`` serves, by the first number of its compute
+capability."""
 _ROWS = 128
 """Megablox takes only a number of rows that is a multiple of this."""
 
@@ -109,7 +113,7 @@ def grouped_matmul(
       kernel: "plain" walks blocks on CPU and is ``lax.ragged_dot`` elsewhere; "ragged" is ``lax.ragged_dot`` on CPU,
         too; "megablox" is Pallas' kernel for TPU, for R that 128 divides; "hopper" is the kernel of ``mosaic`` for H100
         and H200, "blackwell" its kernel for B200 and GB200, both for 16 bits; "triton" is the kernel of ``triton`` for
-        any GPU from the A100 on. ``BY_DEVICE`` has the best kernels for each device.
+        any GPU from the A100 on. ``KERNELS_BY_DEVICE`` has the best kernels for each device.
       gradient: the kernel of the matrices' gradients; None means the same as ``kernel``. Where the given kernel does
         not take the rows, "ragged" is used.
       interpret: for tests on a CPU: run Pallas' kernels for TPU and Triton in interpret mode, and compute in plain JAX
@@ -142,21 +146,21 @@ def grouped_matmul(
         raise ValueError(
             f"grouped_matmul: megablox takes multiples of {_ROWS} rows, not {R}; try {-(-R // _ROWS) * _ROWS}."
         )
-    if kernel in mosaic.TILES and not mosaic.takes(x_RD.dtype):
+    if kernel in mosaic.TILES and not mosaic.supports_dtype(x_RD.dtype):
         raise TypeError(
             f"grouped_matmul: kernel {kernel!r} takes bfloat16 and float16, not {x_RD.dtype}; convert, or use 'ragged'."
         )
-    if kernel == "triton" and not triton.is_there():
+    if kernel == "triton" and not triton.is_available():
         raise ValueError(
             f"grouped_matmul: kernel 'triton' is Pallas' for Triton, which jax {jax.__version__} has no more; use "
             "'ragged'"
         )
-    how = _How(kernel, gradient, min(1 if one_by_one else block, R), min(block, R), interpret)
+    settings = _Settings(kernel, gradient, min(1 if one_by_one else block, R), min(block, R), interpret)
     x_RD, w_GDF, sizes_G = vary_alike((x_RD, w_GDF, group_sizes_G.astype(jnp.int32)))
-    return _grouped(how, x_RD, w_GDF, turned_over(w_GDF, kernel), sizes_G)
+    return _grouped(settings, x_RD, w_GDF, transposed_for_gradient(w_GDF, kernel), sizes_G)
 
 
-def turned_over(w_GDF: Array, kernel: Kernel) -> Array | None:
+def transposed_for_gradient(w_GDF: Array, kernel: Kernel) -> Array | None:
     """Return the matrices transposed, [G, F, D], for the gradients of rows; None if the kernel reads [G, D, F].
 
     A TPU's kernel of ``lax.ragged_dot`` takes one order only: without this copy, XLA makes one in every backward.
@@ -178,80 +182,84 @@ def _block_of(num_rows: int, num_groups: int) -> int:
     return block
 
 
-class _How(NamedTuple):
+class _Settings(NamedTuple):
     """The settings of one grouped matmul.
 
     Attributes:
       product: the kernel of products.
       gradient: the kernel of the matrices' gradients.
-      rows: the number of rows that the CPU multiplies at once in a product.
-      block: the number of rows that the CPU multiplies at once in a gradient of the matrices.
+      product_block: the number of rows that the CPU multiplies at once in a product.
+      gradient_block: the number of rows that the CPU multiplies at once in a gradient of the matrices.
       interpret: see ``grouped_matmul``.
     """
 
     product: Kernel
     gradient: Kernel
-    rows: int
-    block: int
+    product_block: int
+    gradient_block: int
     interpret: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _grouped(how: _How, x_RD: Array, w_GDF: Array, w_GFD: Array | None, sizes_G: Array) -> Array:
+def _grouped(settings: _Settings, x_RD: Array, w_GDF: Array, w_GFD: Array | None, sizes_G: Array) -> Array:
     del w_GFD  # used in the backward only
-    return _multiply(how, x_RD, w_GDF, sizes_G)
+    return _multiply(settings, x_RD, w_GDF, sizes_G)
 
 
-def _grouped_fwd(how: _How, x_RD: Array, w_GDF: Array, w_GFD: Array | None, sizes_G: Array):
+def _grouped_fwd(settings: _Settings, x_RD: Array, w_GDF: Array, w_GFD: Array | None, sizes_G: Array):
     kept = (w_GDF, None) if w_GFD is None else (None, w_GFD)
-    return _grouped(how, x_RD, w_GDF, w_GFD, sizes_G), (x_RD, *kept, sizes_G)
+    return _grouped(settings, x_RD, w_GDF, w_GFD, sizes_G), (x_RD, *kept, sizes_G)
 
 
-def _grouped_bwd(how: _How, saved: tuple[Array, Array | None, Array | None, Array], dy_RF: Array):
+def _grouped_bwd(settings: _Settings, saved: tuple[Array, Array | None, Array | None, Array], dy_RF: Array):
     x_RD, w_GDF, w_GFD, sizes_G = saved
     if w_GFD is not None:
-        dx_RD = _multiply(how, dy_RF, w_GFD, sizes_G)
+        dx_RD = _multiply(settings, dy_RF, w_GFD, sizes_G)
     else:
         assert w_GDF is not None
-        dx_RD = _multiply(how, dy_RF, w_GDF, sizes_G, transpose=True)
-    return dx_RD, _outer(how, x_RD, dy_RF, sizes_G).astype(x_RD.dtype), None, None
+        dx_RD = _multiply(settings, dy_RF, w_GDF, sizes_G, transpose=True)
+    return dx_RD, _matrix_gradient(settings, x_RD, dy_RF, sizes_G).astype(x_RD.dtype), None, None
 
 
 _grouped.defvjp(_grouped_fwd, _grouped_bwd)
 
 
-def _multiply(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array, transpose: bool = False) -> Array:
+def _multiply(
+    settings: _Settings, x_RD: Array, w_GDF: Array, sizes_G: Array, transpose: bool = False
+) -> Array:
     """Multiply rows by their group's matrix, or by its transpose."""
-    if how.product in mosaic.TILES:
-        tiles = mosaic.TILES[how.product]
-        return mosaic.product(tiles, x_RD, w_GDF, sizes_G, transpose=transpose, emulate=how.interpret)
-    if how.product == "triton":
-        return triton.product(x_RD, w_GDF, sizes_G, transpose=transpose, interpret=how.interpret)
+    if settings.product in mosaic.TILES:
+        tiles = mosaic.TILES[settings.product]
+        return mosaic.product(tiles, x_RD, w_GDF, sizes_G, transpose=transpose, emulate=settings.interpret)
+    if settings.product == "triton":
+        return triton.product(x_RD, w_GDF, sizes_G, transpose=transpose, interpret=settings.interpret)
     if transpose:
         w_GDF = w_GDF.swapaxes(1, 2)
-    if how.product == "ragged":
+    if settings.product == "ragged":
         return lax.ragged_dot(x_RD, w_GDF, sizes_G)
-    if how.product == "megablox":
-        return _by_megablox(how.interpret, x_RD, w_GDF, sizes_G)
-    blocks = functools.partial(_by_blocks, how.rows)
+    if settings.product == "megablox":
+        return _by_megablox(settings.interpret, x_RD, w_GDF, sizes_G)
+    blocks = functools.partial(_by_blocks, settings.product_block)
     return lax.platform_dependent(x_RD, w_GDF, sizes_G, cpu=blocks, default=lax.ragged_dot)
 
 
-def _outer(how: _How, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
+def _matrix_gradient(settings: _Settings, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
     """Return the gradient of the matrices, float32 [G, D, F]."""
-    if how.gradient in mosaic.TILES and mosaic.takes(x_RD.dtype):
-        return mosaic.gradient(mosaic.TILES[how.gradient], x_RD, dy_RF, sizes_G, emulate=how.interpret)
-    if how.gradient == "triton":
-        return triton.gradient(x_RD, dy_RF, sizes_G, interpret=how.interpret)
-    if how.gradient == "megablox" and x_RD.shape[0] % _ROWS == 0:
-        return _outer_by_megablox(how.interpret, x_RD, dy_RF, sizes_G)
-    if how.gradient != "plain":
-        return _outer_by_ragged_dot(x_RD, dy_RF, sizes_G)
-    blocks = functools.partial(_outer_by_blocks, how.block)
-    return lax.platform_dependent(x_RD, dy_RF, sizes_G, cpu=blocks, default=_outer_by_ragged_dot)
+    if settings.gradient in mosaic.TILES and mosaic.supports_dtype(x_RD.dtype):
+        return mosaic.gradient(
+            mosaic.TILES[settings.gradient], x_RD, dy_RF, sizes_G, emulate=settings.interpret
+        )
+    if settings.gradient == "triton":
+        return triton.gradient(x_RD, dy_RF, sizes_G, interpret=settings.interpret)
+    if settings.gradient == "megablox" and x_RD.shape[0] % _ROWS == 0:
+        return _gradient_by_megablox(settings.interpret, x_RD, dy_RF, sizes_G)
+    if settings.gradient != "plain":
+        return _gradient_by_ragged_dot(x_RD, dy_RF, sizes_G)
+    blocks = functools.partial(_gradient_by_blocks, settings.gradient_block)
+    return lax.platform_dependent(x_RD, dy_RF, sizes_G, cpu=blocks, default=_gradient_by_ragged_dot)
 
 
-def _outer_by_ragged_dot(x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
+def _gradient_by_ragged_dot(x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
     ragged = lax.RaggedDotDimensionNumbers(
         dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
     )
@@ -269,7 +277,7 @@ def _by_megablox(interpret: bool, x_RD: Array, w_GDF: Array, sizes_G: Array) -> 
     return jnp.where(filled_R[:, None], y_RF, 0)
 
 
-def _outer_by_megablox(interpret: bool, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
+def _gradient_by_megablox(interpret: bool, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
     from jax.experimental.pallas.ops.tpu.megablox.gmm import tgmm
 
     tiles, shape = _tiles(x_RD.shape, dy_RF.shape[1]), (len(sizes_G), x_RD.shape[1], dy_RF.shape[1])
@@ -285,7 +293,7 @@ def _tiles(shape: tuple[int, ...], width: int) -> tuple[int, int, int]:
 
 def _by_blocks(block: int, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
     # The slice of a matrix is a copy: none is made for a group without rows.
-    groups_G, starts_G, ends_G = filled(sizes_G, len(sizes_G))
+    groups_G, starts_G, ends_G = nonempty_groups(sizes_G, len(sizes_G))
 
     def group(place, y_RF):
         start, end = starts_G[place], ends_G[place]
@@ -307,7 +315,7 @@ def _by_blocks(block: int, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
     return lax.fori_loop(0, num_filled, group, vary(zeros_RF, varying_axes(x_RD)))
 
 
-def _outer_by_blocks(block: int, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
+def _gradient_by_blocks(block: int, x_RD: Array, dy_RF: Array, sizes_G: Array) -> Array:
     ends_G = jnp.cumsum(sizes_G)
 
     def group(g):

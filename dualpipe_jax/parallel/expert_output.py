@@ -22,18 +22,18 @@ import jax.numpy as jnp
 from jax import Array
 
 from dualpipe_jax.parallel.expert import (
-    arriving,
-    by_device,
     combine,
     dispatch,
     expert_matmul,
+    flatten_arrivals,
     from_experts,
-    take_rows,
+    take_or_zeros,
+    to_dispatch_layout,
     to_experts,
 )
-from dualpipe_jax.parallel.expert_groups import turned_over
+from dualpipe_jax.parallel.expert_groups import transposed_for_gradient
 from dualpipe_jax.parallel.expert_plan import Handle
-from dualpipe_jax.parallel.wire import Way, carry
+from dualpipe_jax.parallel.wire import RowTransfer, transfer_rows
 from dualpipe_jax.varying import vary_alike
 
 Matmul = Callable[[Array, Array, Handle], Array]
@@ -73,7 +73,7 @@ def combine_product(
         return combine(matmul(hidden, w_LFD, handle), weights_TK, handle)
     leaves, tree = jax.tree.flatten(handle)
     hidden, w_LFD, weights_TK, *leaves = vary_alike((hidden, w_LFD, weights_TK, *leaves))
-    w_LDF = turned_over(w_LFD, chosen.get("kernel", "plain")) if handle.capacity is None else None
+    w_LDF = transposed_for_gradient(w_LFD, chosen.get("kernel", "plain")) if handle.capacity is None else None
     return _combine_product(matmul, hidden, w_LFD, w_LDF, weights_TK, jax.tree.unflatten(tree, leaves))
 
 
@@ -111,16 +111,16 @@ _combine_product.defvjp(_combine_product_fwd, _combine_product_bwd)
 def _weights_of_rows(weights_TK: Array, handle: Handle) -> Array:
     """Return the weight of each row, float32 [L, N, C, 1] or [R, 1], zero in empty rows."""
     if handle.outer is not None:
-        weights_TK = arriving(dispatch(weights_TK, replace(handle.outer, payload="plain")))
-    weights = carry(Way(_to_rows, _from_rows), weights_TK.astype(jnp.float32), handle)
-    return by_device(weights, handle)[..., None]
+        weights_TK = flatten_arrivals(dispatch(weights_TK, replace(handle.outer, payload="plain")))
+    weights = transfer_rows(RowTransfer(_to_rows, _from_rows), weights_TK.astype(jnp.float32), handle)
+    return to_dispatch_layout(weights, handle)[..., None]
 
 
 def _to_rows(weights_TK: Array, handle: Handle) -> Array:
     """Bring one number per assignment to the rows of one hop: all_to_alls of one dim, which no compiler pads."""
-    return to_experts(take_rows(weights_TK.reshape(-1), handle.assignment_S), handle)
+    return to_experts(take_or_zeros(weights_TK.reshape(-1), handle.assignment_S), handle)
 
 
 def _from_rows(d_R: Array, handle: Handle) -> Array:
     """The transpose of ``_to_rows``."""
-    return take_rows(from_experts(d_R, handle), handle.slot_TK)
+    return take_or_zeros(from_experts(d_R, handle), handle.slot_TK)

@@ -23,7 +23,7 @@ Axis = str | tuple[str, ...]
 """The name of a mesh axis, or names of several that are taken as one, the first varying slowest."""
 
 
-_FEW = 512
+_MAX_PAIRWISE = 512
 """Up to this many assignments, as in a decode step, are compared with one another instead of sorted."""
 
 DROPPED = "dualpipe_dropped"
@@ -116,7 +116,7 @@ def plan_capacity(
         )
     C = T if capacity is None else min(capacity, T)
     topk_TK = known_experts(topk_TK, num_experts)
-    order_A, rank_A, starts_E, counts_E = by_expert(topk_TK, num_experts)
+    order_A, rank_A, starts_E, counts_E = sort_by_expert(topk_TK, num_experts)
     expert_A = topk_TK.reshape(-1)
     place_A = rank_A - starts_E[expert_A]
     # Slots are laid out [E, C], which is [N, L, C]: what goes to one device lies together. With L before N
@@ -206,12 +206,12 @@ def plan_dropless(
         width = max(1, min(width, math.ceil(buffer_factor * T * K / num_devices)))
 
     topk_TK = known_experts(topk_TK, num_experts)
-    order_A, rank_A, starts_E, counts_E = by_expert(topk_TK, num_experts)
+    order_A, rank_A, starts_E, counts_E = sort_by_expert(topk_TK, num_experts)
     if width == T * K and num_devices == 1:  # the slot of an assignment is its rank
         known_A = topk_TK.reshape(-1) < num_experts
         slot_TK = jnp.where(known_A, rank_A, T * K).reshape(T, K)
         assignment_S = order_A
-        if T * K > _FEW:
+        if T * K > _MAX_PAIRWISE:
             assignment_S = jnp.where(jnp.arange(T * K, dtype=jnp.int32) < jnp.sum(known_A), order_A, T * K)
         dropped = checkpoint_name(jnp.zeros_like(counts_E[0]), DROPPED)
         return Handle(slot_TK, assignment_S, dropped, None, None, counts_E, None, 1, axis_name, payload)
@@ -273,18 +273,18 @@ def _check_integers(topk_TK: Array) -> None:
         raise TypeError(f"topk_TK must be integers, numbers of experts, got {topk_TK.dtype}.")
 
 
-def by_expert(topk_TK: Array, num_experts: int) -> tuple[Array, Array, Array, Array]:
+def sort_by_expert(topk_TK: Array, num_experts: int) -> tuple[Array, Array, Array, Array]:
     """Sort assignments by expert, stably; return the order, its inverse, and each expert's start and count.
 
-    ``topk_TK`` comes from ``known_experts``. With up to ``_FEW`` assignments the order has A, a number past all of
-    them, in place of the assignments to no expert.
+    ``topk_TK`` comes from ``known_experts``. With up to ``_MAX_PAIRWISE`` assignments the order has A, a number past
+    all of them, in place of the assignments to no expert.
     """
     expert_A = topk_TK.reshape(-1)
     iota_A = jnp.arange(expert_A.size, dtype=jnp.int32)
     if expert_A.size * (num_experts + 1) >= 2**31:
         order_A = jnp.argsort(expert_A, stable=True)
         rank_A = _inverse(order_A)
-    elif expert_A.size > _FEW:
+    elif expert_A.size > _MAX_PAIRWISE:
         # One sort of unique keys: several times cheaper on CPU than a stable argsort.
         order_A = jnp.sort(expert_A * expert_A.size + iota_A) % expert_A.size
         rank_A = _inverse(order_A)

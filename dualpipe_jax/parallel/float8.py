@@ -31,7 +31,7 @@ _MANTISSA_BITS = 23
 _MANTISSA_OF_LARGEST = 0x600000  # of 448 = 1.75 * 2^8 in float32
 _EXPONENT_OF_LARGEST = 8
 
-FIRST_GPU = (8, 9)
+MIN_COMPUTE_CAPABILITY = (8, 9)
 """The lowest compute capability of a GPU with this type: that of Ada. Hopper has (9, 0)."""
 
 
@@ -57,15 +57,17 @@ def quantize(x: Array, tile: tuple[int, int]) -> Tiled:
     """
     wide = x.astype(jnp.float32)
     scales = _power_of_two(_largest(jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0), tile))
-    return Tiled((wide * spread(1 / scales, tile, x.shape)).astype(FLOAT8), scales)
+    return Tiled((wide * broadcast_scales(1 / scales, tile, x.shape)).astype(FLOAT8), scales)
 
 
 def dequantize(tiled: Tiled, tile: tuple[int, int], dtype: Any) -> Array:
     """Return the values times their scales, [..., M, N] of ``dtype``."""
-    return (tiled.values.astype(jnp.float32) * spread(tiled.scales, tile, tiled.values.shape)).astype(dtype)
+    return (
+        tiled.values.astype(jnp.float32) * broadcast_scales(tiled.scales, tile, tiled.values.shape)
+    ).astype(dtype)
 
 
-def spread(scales: Array, tile: tuple[int, int], shape: tuple[int, ...]) -> Array:
+def broadcast_scales(scales: Array, tile: tuple[int, int], shape: tuple[int, ...]) -> Array:
     """Repeat each tile's scale for all of its numbers: [..., A, B] to ``shape``."""
     rows, columns = tile
     full = jnp.repeat(jnp.repeat(scales, rows, axis=-2), columns, axis=-1)
@@ -116,8 +118,8 @@ def decode(bytes_SW: Array, dim: int, dtype: Any) -> Array:
 def check_device(device: Any) -> None:
     """Refuse a device that does not convert to float8.
 
-    CPUs and TPUs convert, and so do GPUs from ``FIRST_GPU`` on. ``float8_matmul`` says which devices also multiply in
-    float8.
+    CPUs and TPUs convert, and so do GPUs from ``MIN_COMPUTE_CAPABILITY`` on. ``float8_matmul`` says which devices also
+    multiply in float8.
 
     Args:
       device: a device of JAX's, present or only compiled for.
@@ -129,7 +131,7 @@ def check_device(device: Any) -> None:
     capability = getattr(device, "compute_capability", None)
     if device.platform not in ("gpu", "cuda", "rocm") or capability is None:
         return
-    if _version(str(capability)) < FIRST_GPU:
+    if _version(str(capability)) < MIN_COMPUTE_CAPABILITY:
         raise ValueError(
             f"float8: {device.device_kind} has compute capability {capability}, and e4m3 takes 8.9 or above (Ada, "
             "Hopper, Blackwell). Leave the experts' matmul and the dispatch's payload as they are by default."
@@ -137,4 +139,8 @@ def check_device(device: Any) -> None:
 
 
 def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(".")) if text.replace(".", "").isdigit() else FIRST_GPU
+    return (
+        tuple(int(part) for part in text.split("."))
+        if text.replace(".", "").isdigit()
+        else MIN_COMPUTE_CAPABILITY
+    )

@@ -78,51 +78,59 @@ def float8_matmul(
         )
     if rows.dtype != w_GDF.dtype:
         raise ValueError(f"float8_matmul: rows are {rows.dtype} and w {w_GDF.dtype}; they must be alike.")
-    how = kernel, gradient, interpret
+    choice = kernel, gradient, interpret
     w8 = Tiled(*map(made_once, quantize(lax.stop_gradient(w_GDF), _SQUARE)))
-    w8_GFD = Tiled(*(made_once(part.swapaxes(1, 2)) for part in w8)) if _multiplies(how, rows.dtype) else None
-    return _matmul(how, *vary_alike((rows, w_GDF, w8, w8_GFD, group_sizes_G)))
+    w8_GFD = (
+        Tiled(*(made_once(part.swapaxes(1, 2)) for part in w8))
+        if _multiplies_float8(choice, rows.dtype)
+        else None
+    )
+    return _matmul(choice, *vary_alike((rows, w_GDF, w8, w8_GFD, group_sizes_G)))
 
 
-_How = tuple[Kernel, Kernel | None, bool]
+_KernelChoice = tuple[Kernel, Kernel | None, bool]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _matmul(
-    how: _How, rows: Array, w_GDF: Array, w8: Tiled, w8_GFD: Tiled | None, sizes_G: Array | None
+    choice: _KernelChoice, rows: Array, w_GDF: Array, w8: Tiled, w8_GFD: Tiled | None, sizes_G: Array | None
 ) -> Array:
-    return _matmul_fwd(how, rows, w_GDF, w8, w8_GFD, sizes_G)[0]
+    return _matmul_fwd(choice, rows, w_GDF, w8, w8_GFD, sizes_G)[0]
 
 
-def _matmul_fwd(how: _How, rows: Array, w_GDF: Array, w8: Tiled, w8_GFD: Tiled | None, sizes_G: Array | None):
+def _matmul_fwd(
+    choice: _KernelChoice, rows: Array, w_GDF: Array, w8: Tiled, w8_GFD: Tiled | None, sizes_G: Array | None
+):
     del w_GDF  # there to take the gradient
-    rows8 = quantize(_in_groups(rows, sizes_G), _ROW)
+    rows8 = quantize(_zero_unused_rows(rows, sizes_G), _ROW)
     if w8_GFD is not None:
-        y = _scaled(how, sizes_G, rows8, w8_GFD, rows.dtype)
+        y = _float8_product(choice, sizes_G, rows8, w8_GFD, rows.dtype)
     else:
-        exact = _exact(rows.dtype)
-        y = _ordinary(how, sizes_G, dequantize(rows8, _ROW, exact), dequantize(w8, _SQUARE, exact))
+        exact = _exact_dtype(rows.dtype)
+        y = _grouped_product(choice, sizes_G, dequantize(rows8, _ROW, exact), dequantize(w8, _SQUARE, exact))
     return y.astype(rows.dtype), (rows8, w8, sizes_G)
 
 
-def _matmul_bwd(how: _How, saved: tuple[Tiled, Tiled, Array | None], dy: Array):
+def _matmul_bwd(choice: _KernelChoice, saved: tuple[Tiled, Tiled, Array | None], dy: Array):
     rows8, w8, sizes_G = saved
-    exact, dy = _exact(dy.dtype), _in_groups(dy, sizes_G)
-    by_columns = _rounded(dequantize(rows8, _ROW, exact), _COLUMN, exact)
-    _, pull = jax.vjp(functools.partial(_ordinary, how, sizes_G), by_columns, dequantize(w8, _SQUARE, exact))
+    exact, dy = _exact_dtype(dy.dtype), _zero_unused_rows(dy, sizes_G)
+    by_columns = _round_to_float8(dequantize(rows8, _ROW, exact), _COLUMN, exact)
+    _, pull = jax.vjp(
+        functools.partial(_grouped_product, choice, sizes_G), by_columns, dequantize(w8, _SQUARE, exact)
+    )
     # Each gradient takes other tiles of dy. ``pull`` returns both gradients; the unused one is never computed.
-    d_w = pull(_rounded(dy, _COLUMN, exact))[1]
-    if _multiplies(how, dy.dtype):
-        d_rows = _scaled(how, sizes_G, quantize(dy, _ROW), w8, dy.dtype)
+    d_w = pull(_round_to_float8(dy, _COLUMN, exact))[1]
+    if _multiplies_float8(choice, dy.dtype):
+        d_rows = _float8_product(choice, sizes_G, quantize(dy, _ROW), w8, dy.dtype)
     else:
-        d_rows = pull(_rounded(dy, _ROW, exact))[0]
+        d_rows = pull(_round_to_float8(dy, _ROW, exact))[0]
     return d_rows.astype(dy.dtype), d_w.astype(dy.dtype), None, None, None
 
 
 _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 
 
-def _in_groups(rows: Array, sizes_G: Array | None) -> Array:
+def _zero_unused_rows(rows: Array, sizes_G: Array | None) -> Array:
     """Return the rows with zeros past the last group: those may hold anything, and share tiles with its rows."""
     if sizes_G is None:
         return rows
@@ -130,30 +138,32 @@ def _in_groups(rows: Array, sizes_G: Array | None) -> Array:
     return jnp.where(filled_R[:, None], rows, 0)
 
 
-def _ordinary(how: _How, sizes_G: Array | None, rows: Array, w_GDF: Array) -> Array:
-    kernel, gradient, interpret = how
+def _grouped_product(choice: _KernelChoice, sizes_G: Array | None, rows: Array, w_GDF: Array) -> Array:
+    kernel, gradient, interpret = choice
     return multiply_groups(rows, w_GDF, sizes_G, kernel=kernel, gradient=gradient, interpret=interpret)
 
 
-def _multiplies(how: _How, dtype: Any) -> bool:
+def _multiplies_float8(choice: _KernelChoice, dtype: Any) -> bool:
     """Whether the kernel multiplies numbers in eight bits as they are."""
-    return how[0] == "hopper" and mosaic.takes(dtype)
+    return choice[0] == "hopper" and mosaic.supports_dtype(dtype)
 
 
-def _scaled(how: _How, sizes_G: Array | None, rows8: Tiled, w8_GFD: Tiled, dtype: Any) -> Array:
+def _float8_product(
+    choice: _KernelChoice, sizes_G: Array | None, rows8: Tiled, w8_GFD: Tiled, dtype: Any
+) -> Array:
     """Multiply rows by transposed matrices, which lie in the order in which tensor cores read eight bits."""
     rows, groups = rows8.values.shape[:-1], len(w8_GFD.values)
     if sizes_G is None:
         sizes_G = jnp.full(groups, math.prod(rows) // groups, jnp.int32)
     merged = Tiled(*(part.reshape(-1, part.shape[-1]) for part in rows8))
     merged, w8_GFD, sizes_G = vary_alike((merged, w8_GFD, sizes_G))
-    return mosaic.scaled_product(merged, w8_GFD, sizes_G, dtype, emulate=how[2]).reshape(*rows, -1)
+    return mosaic.scaled_product(merged, w8_GFD, sizes_G, dtype, emulate=choice[2]).reshape(*rows, -1)
 
 
-def _rounded(x: Array, tile: tuple[int, int], dtype: Any) -> Array:
+def _round_to_float8(x: Array, tile: tuple[int, int], dtype: Any) -> Array:
     return dequantize(quantize(x, tile), tile, dtype)
 
 
-def _exact(dtype: Any) -> Any:
+def _exact_dtype(dtype: Any) -> Any:
     """Return the dtype in which decoded numbers are exact: float16 has the bits, but not the range."""
     return jnp.bfloat16 if dtype.itemsize == 2 else dtype

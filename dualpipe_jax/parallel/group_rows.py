@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jax import Array
 
 
-def starts(sizes_G: Array) -> Array:
+def group_starts(sizes_G: Array) -> Array:
     """Return the first row of each group, int32 [G]: the sum of the sizes of all groups before it."""
     number_G = jnp.arange(len(sizes_G), dtype=jnp.int32)
     earlier_GG = number_G < number_G[:, None]
     return jnp.sum(jnp.where(earlier_GG, sizes_G, 0), axis=1, dtype=jnp.int32)
 
 
-def filled(sizes_G: Array, most: int) -> tuple[Array, Array, Array]:
+def nonempty_groups(sizes_G: Array, most: int) -> tuple[Array, Array, Array]:
     """List the groups that have rows.
 
     Returns:
@@ -26,7 +26,7 @@ def filled(sizes_G: Array, most: int) -> tuple[Array, Array, Array]:
     """
     number_G = jnp.arange(len(sizes_G), dtype=jnp.int32)
     filled_G = (sizes_G > 0).astype(jnp.int32)
-    starts_G, place_G = starts(sizes_G), starts(filled_G)
+    starts_G, place_G = group_starts(sizes_G), group_starts(filled_G)
     here_SG = (place_G == jnp.arange(most, dtype=jnp.int32)[:, None]) & (filled_G > 0)
     taken = [
         jnp.sum(jnp.where(here_SG, a, 0), axis=1, dtype=jnp.int32)
@@ -35,7 +35,7 @@ def filled(sizes_G: Array, most: int) -> tuple[Array, Array, Array]:
     return taken[0], taken[1], taken[2]
 
 
-def walks(sizes_G: Array, tile: int, num_rows: int) -> tuple[Array, Array, Array, Array]:
+def group_tiles(sizes_G: Array, tile: int, num_rows: int) -> tuple[Array, Array, Array, Array]:
     """List the tiles of rows of each group, one group after the other; a tile with rows of n groups is listed n times.
 
     Args:
@@ -49,11 +49,11 @@ def walks(sizes_G: Array, tile: int, num_rows: int) -> tuple[Array, Array, Array
     """
     G = len(sizes_G)
     most = -(-num_rows // tile) + G - 1
-    starts_G = starts(sizes_G)
+    starts_G = group_starts(sizes_G)
     ends_G = starts_G + sizes_G
     first_G = starts_G // tile
     num_G = jnp.where(sizes_G > 0, (ends_G - 1) // tile - first_G + 1, 0)
-    before_G = starts(num_G)
+    before_G = group_starts(num_G)
     walk_T = jnp.arange(most, dtype=jnp.int32)
     group_T = jnp.sum(before_G + num_G <= walk_T[:, None], axis=1, dtype=jnp.int32)
     is_one_T = group_T < G

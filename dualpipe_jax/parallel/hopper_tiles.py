@@ -16,10 +16,10 @@ from dualpipe_jax.parallel.tiles import (
     ROWS,
     Blocks,
     Slots,
-    Walked,
+    TileProgram,
+    for_each_tile,
     is_edge,
     load_tiles,
-    on_tiles,
     slot_of,
     zero_outside,
 )
@@ -50,37 +50,37 @@ def slots(blocks: Blocks, masks: bool = False) -> Slots:
     return Slots.of(blocks, (HALVES, *blocks.right), taken, more)
 
 
-def walk(slots: Slots, walked: Walked) -> None:
+def compute_tiles(slots: Slots, program: TileProgram) -> None:
     """See ``Tiles``."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     own = lax.axis_index("warpgroup")
-    add_up, registers = (_sum, _REGISTERS) if walked.scales is None else (_scaled_sums, _REGISTERS_SCALED)
+    add_up, registers = (_sum, _REGISTERS) if program.scales is None else (_scaled_sums, _REGISTERS_SCALED)
 
     @pl.when(own == _LOADS)
     def _() -> None:
         plgpu.set_max_registers(registers[0], action="decrease")
-        load_tiles(slots, walked)
+        load_tiles(slots, program)
 
     @pl.when(own < HALVES)
     def _() -> None:
         plgpu.set_max_registers(registers[1], action="increase")
 
         def make_tile(tile: Any, done: Array, _: Array) -> None:
-            sums = add_up(slots, walked, tile, done, own)
+            sums = add_up(slots, program, tile, done, own)
 
             def put(ref: Any, column: int) -> None:
                 for first, rows in zip(range(0, LANES, LANES // len(sums)), sums, strict=True):
                     columns = rows[:, column : column + ref.shape[1]]
                     ref[first : first + len(rows)] = columns.astype(ref.dtype)
 
-            pl.when(tile.steps > 0)(lambda: walked.write(tile, own, put))
+            pl.when(tile.steps > 0)(lambda: program.write(tile, own, put))
 
-        on_tiles(walked, make_tile)
+        for_each_tile(program, make_tile)
         plgpu.wait_smem_to_gmem(0)
 
 
-def _sum(slots: Slots, walked: Walked, tile: Any, done: Array, own: Array) -> list[Array]:
+def _sum(slots: Slots, program: TileProgram, tile: Any, done: Array, own: Array) -> list[Array]:
     """Return the sums of half a tile: while the products of one step run, those of the next step are started."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -91,9 +91,9 @@ def _sum(slots: Slots, walked: Walked, tile: Any, done: Array, own: Array) -> li
         def one_step(step: Array, _: None) -> None:
             slot = slot_of(slots, done + step)
             plgpu.barrier_wait(slots.arrived.at[slot])
-            if walked.inside is not None:
-                _mask(slots, slot, own, *walked.inside(tile, step))
-            plgpu.wgmma(sum_ref, *walked.operands(slot, slots.right.at[slot, own]))
+            if program.row_bounds is not None:
+                _mask(slots, slot, own, *program.row_bounds(tile, step))
+            plgpu.wgmma(sum_ref, *program.operands(slot, slots.right.at[slot, own]))
             plgpu.wgmma_wait(1)  # waits for the product before this one, whose slot is then free
             pl.when(step > 0)(functools.partial(give_back, step - 1))
 
@@ -105,7 +105,7 @@ def _sum(slots: Slots, walked: Walked, tile: Any, done: Array, own: Array) -> li
     return [made]
 
 
-def _scaled_sums(slots: Slots, walked: Walked, tile: Any, done: Array, own: Array) -> list[Array]:
+def _scaled_sums(slots: Slots, program: TileProgram, tile: Any, done: Array, own: Array) -> list[Array]:
     """Return the sums of half a tile of numbers in eight bits, in two parts of ``ROWS`` rows.
 
     The products of each step are summed alone, then scaled and added up. The registers suffice for one part at a time;
@@ -113,7 +113,7 @@ def _scaled_sums(slots: Slots, walked: Walked, tile: Any, done: Array, own: Arra
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    find_scales, shape = walked.scales, (ROWS, LANES)
+    find_scales, shape = program.scales, (ROWS, LANES)
     assert find_scales is not None
     places = range(0, LANES, ROWS)
 
@@ -121,7 +121,7 @@ def _scaled_sums(slots: Slots, walked: Walked, tile: Any, done: Array, own: Arra
         slot = slot_of(slots, done + step)
         scales = find_scales(tile, step, own)  # these loads run while the blocks arrive
         plgpu.barrier_wait(slots.arrived.at[slot])
-        left, right = walked.operands(slot, slots.right.at[slot, own])
+        left, right = program.operands(slot, slots.right.at[slot, own])
 
         def more(before: Array, first: int, scales: Array) -> Array:
             def multiply(sum_ref: Any) -> Array:

@@ -1,7 +1,7 @@
 """State the cost of Pallas kernels, and in whose memory they write, where kernels do not state it themselves.
 
-Neither compilers' schedulers nor ``split_backward`` look into a kernel. Besides, ``blocks_added`` makes additions of
-the sums over the blocks that a kernel returns.
+Neither compilers' schedulers nor ``split_backward`` look into a kernel. Besides, ``sums_as_additions`` makes additions
+of the sums over the blocks that a kernel returns.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ _KERNELS = frozenset({"pallas_call", "mpmd_map"})
 """Pallas' two primitives: that of ``pl.pallas_call`` and that of ``plgpu.kernel``."""
 
 
-def priced(
+def with_cost_estimate(
     function: Callable[..., Any], cost: pl.CostEstimate, vmem_limit_bytes: int | None = None
 ) -> Callable[..., Any]:
     """Return the function with ``cost`` stated on its Pallas call; on TPU it may use ``vmem_limit_bytes`` of VMEM."""
@@ -32,7 +32,7 @@ def priced(
     return run
 
 
-def once(
+def call_traced_once(
     function: Callable[..., Any],
     cost: pl.CostEstimate,
     *args: jax.Array,
@@ -46,7 +46,7 @@ def once(
 
     Args:
       function: a function of arrays. Traces are found by its equality: pass one defined at a module's top.
-      cost: see ``priced``.
+      cost: see ``with_cost_estimate``.
       *args: the arrays.
       in_place: the index of the kernel's operand in whose memory its only result is written.
       **static: further arguments of the function, hashable.
@@ -76,7 +76,7 @@ def _traced(
     return _with_cost(jax.make_jaxpr(functools.partial(function, **dict(static)))(*types), params, {})
 
 
-def blocks_added(function: Callable[..., Any]) -> Callable[..., Any]:
+def sums_as_additions(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function with its sums over a leading dim of two to eight made additions; kernels stay unchanged.
 
     On v5p the TPU's compiler counts five to seven times as many cycles for such a sum as for the additions. For 2, 4
@@ -86,23 +86,23 @@ def blocks_added(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*args: Any) -> Any:
         closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
-        added = jex.jaxpr_as_fun(_rewritten(closed, _added))
+        added = jex.jaxpr_as_fun(_rewritten(closed, _additions_for))
         return jax.tree.unflatten(jax.tree.structure(shape), added(*jax.tree.leaves(args)))
 
     return run
 
 
-_FEW = 8
+_MAX_BLOCKS = 8
 """The largest number of blocks whose sum becomes additions."""
 
 
-def _added(eqn: Any) -> list[Any] | None:
+def _additions_for(eqn: Any) -> list[Any] | None:
     """Return the equations that replace a sum over a leading dim by additions; None for any other equation."""
     if eqn.primitive.name != "reduce_sum" or len(eqn.params["axes"]) != 1:
         return None
     (axis,), (blocks,) = eqn.params["axes"], eqn.invars
     length, ndim = blocks.aval.shape[axis], blocks.aval.ndim
-    if not (1 < length <= _FEW and axis < ndim - 2):
+    if not (1 < length <= _MAX_BLOCKS and axis < ndim - 2):
         return None
 
     def add(blocks: jax.Array) -> jax.Array:
@@ -123,10 +123,10 @@ def _added(eqn: Any) -> list[Any] | None:
 
 def _with_cost(jaxpr: Any, params: dict[str, Any], options: dict[str, Any]) -> Any:
     """Return the jaxpr with these parameters on its kernels, and these options for their compiler."""
-    return _rewritten(jaxpr, functools.partial(_costing, params=params, options=options))
+    return _rewritten(jaxpr, functools.partial(_kernel_with_cost, params=params, options=options))
 
 
-def _costing(eqn: Any, params: dict[str, Any], options: dict[str, Any]) -> list[Any] | None:
+def _kernel_with_cost(eqn: Any, params: dict[str, Any], options: dict[str, Any]) -> list[Any] | None:
     if eqn.primitive.name not in _KERNELS:
         return None
     if "input_output_aliases" in params:  # converted to the type that JAX keeps it in, which JAX can hash

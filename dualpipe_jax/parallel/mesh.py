@@ -107,7 +107,7 @@ def make_mesh(
       ValueError: a size is below 1, there are too few devices, or the devices given for one node are on several.
 
     """
-    sizes = {DP: dp, PP: pp, **_over_nodes(ep)}
+    sizes = {DP: dp, PP: pp, **_expert_axis_sizes(ep)}
     if min(sizes.values()) < 1:
         given = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise ValueError(f"make_mesh: sizes must be at least 1, got {given}.")
@@ -118,16 +118,16 @@ def make_mesh(
             f"make_mesh: devices must be JAX's, as jax.devices() gives them, got {wrong[0]!r:.60}."
         )
     if len(found) < needed:
-        raise ValueError(_too_few(sizes, found, given=devices is not None))
+        raise ValueError(_too_few_devices_message(sizes, found, given=devices is not None))
     local = sizes[EP]
-    grid = np.array(_near(found[:needed], local, sizes.get(NODE, 1)), dtype=object)
+    grid = np.array(_order_by_proximity(found[:needed], local, sizes.get(NODE, 1)), dtype=object)
     if NODE in sizes:
         _check_nodes(grid.reshape(-1, local).tolist(), ep)
     grid = grid.reshape(tuple(sizes.values()))
     return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
 
 
-def _near(devices: list[jax.Device], local: int, nodes: int) -> list[jax.Device]:
+def _order_by_proximity(devices: list[jax.Device], local: int, nodes: int) -> list[jax.Device]:
     """Order a whole TPU slice's devices so that those of an expert axis are near each other; leave others unchanged."""
     if any(device.platform != "tpu" or getattr(device, "coords", None) is None for device in devices):
         return devices
@@ -173,7 +173,7 @@ def _has_several(devices: list[jax.Device], numbers: list[int | None]) -> bool:
     return devices[0].platform == "gpu" and len(set(numbers)) < len(numbers)
 
 
-def _over_nodes(ep: int | tuple[int, int]) -> dict[str, int]:
+def _expert_axis_sizes(ep: int | tuple[int, int]) -> dict[str, int]:
     if not isinstance(ep, tuple):
         return {EP: ep}
     if len(ep) != 2:
@@ -181,7 +181,7 @@ def _over_nodes(ep: int | tuple[int, int]) -> dict[str, int]:
     return {NODE: ep[0], EP: ep[1]}
 
 
-def _too_few(sizes: dict[str, int], found: list[jax.Device], *, given: bool) -> str:
+def _too_few_devices_message(sizes: dict[str, int], found: list[jax.Device], *, given: bool) -> str:
     needed = math.prod(sizes.values())
     product = " x ".join(f"{name} {size}" for name, size in sizes.items() if name != "dp" or size > 1)
     platforms = sorted({device.platform for device in found})

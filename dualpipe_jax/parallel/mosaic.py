@@ -24,8 +24,8 @@ from jax.experimental import pallas as pl
 from dualpipe_jax.gradient_sum import gradient_sum
 from dualpipe_jax.parallel import blackwell_tiles, hopper_tiles, mosaic_emulated
 from dualpipe_jax.parallel.float8 import TILE, Tiled, dequantize
-from dualpipe_jax.parallel.group_rows import filled, starts, walks
-from dualpipe_jax.parallel.kernel_cost import once
+from dualpipe_jax.parallel.group_rows import group_starts, group_tiles, nonempty_groups
+from dualpipe_jax.parallel.kernel_cost import call_traced_once
 from dualpipe_jax.parallel.tiles import (
     BYTES,
     HALVES,
@@ -33,8 +33,8 @@ from dualpipe_jax.parallel.tiles import (
     ROWS,
     Blocks,
     Slots,
+    TileProgram,
     Tiles,
-    Walked,
     loaded,
     run,
     transposed,
@@ -63,12 +63,12 @@ class Walk(NamedTuple):
 MATRIX, TRANSPOSED, GRADIENT = Walk(), Walk(), Walk(stages=3, snake=8)
 """The walks of the product, of the product with transposed matrices and of the gradient, chosen by measurements on an
 H200: ``scripts/bench gpu --parts walks`` tries others."""
-FEW = Walk(stages=6)
+FEW_ROWS = Walk(stages=6)
 """The walk of a Hopper's product of few rows: it loads 96 KiB of a matrix at once to a multiprocessor. It has not been
 measured."""
 
 
-def takes(dtype: Any) -> bool:
+def supports_dtype(dtype: Any) -> bool:
     """Return whether the kernels take the dtype: bfloat16 and float16."""
     return dtype in (jnp.bfloat16, jnp.float16)
 
@@ -97,7 +97,7 @@ def product(
     """
     rows, width = x_RD.shape[0], w_GDF.shape[1 if transpose else 2]
     few = tiles is hopper_tiles and not transpose and rows <= ROWS * len(sizes_G)
-    x_RD = _rows(x_RD, ROWS if few else LANES)
+    x_RD = _pad_rows(x_RD, ROWS if few else LANES)
     w_GDF = _padded(w_GDF, (0, -w_GDF.shape[1] % LANES, -w_GDF.shape[2] % LANES))
     if emulate:
         y_RF = mosaic_emulated.product(x_RD, w_GDF, sizes_G, transpose)[:rows, :width]
@@ -106,11 +106,13 @@ def product(
         written = x_RD.shape[0] * width * x_RD.dtype.itemsize
         cost = _cost(x_RD, width, num_read * w_GDF.size // len(w_GDF) * x_RD.dtype.itemsize + written)
         if few:
-            y_RF = once(_of_few, cost, x_RD, w_GDF, sizes_G, num_read=num_read)
+            y_RF = call_traced_once(_product_of_few_rows, cost, x_RD, w_GDF, sizes_G, num_read=num_read)
         else:
-            y_RF = once(_of_many, cost, x_RD, w_GDF, sizes_G, tiles=tiles, transpose=transpose)
+            y_RF = call_traced_once(
+                _product_of_many_rows, cost, x_RD, w_GDF, sizes_G, tiles=tiles, transpose=transpose
+            )
         y_RF = y_RF[:rows, :width]
-    return _filled(y_RF, sizes_G)
+    return _zero_unused_rows(y_RF, sizes_G)
 
 
 def scaled_product(
@@ -132,7 +134,7 @@ def scaled_product(
       [R, F] of ``dtype``; zeros past the last group.
     """
     rows, width = x8_RD.values.shape[0], w8_GFD.values.shape[1]
-    x_RD, w_GFD = _rows(x8_RD.values), w8_GFD.values
+    x_RD, w_GFD = _pad_rows(x8_RD.values), w8_GFD.values
     w_GFD = _padded(w_GFD, (0, -w_GFD.shape[1] % LANES, -w_GFD.shape[2] % LANES))
     if emulate:
         decoded = (dequantize(x8_RD, (1, TILE), jnp.float32), dequantize(w8_GFD, (TILE, TILE), jnp.float32))
@@ -141,13 +143,15 @@ def scaled_product(
         scales_KR = _padded(x8_RD.scales.T, (0, -(-len(x_RD) // LANES) * LANES - rows))
         given = x_RD, w_GFD, sizes_G, scales_KR, w8_GFD.scales
         cost = _cost(x_RD, width, w_GFD.size + len(x_RD) * width * jnp.dtype(dtype).itemsize)
-        y_RF = once(_of_many, cost, *given, tiles=hopper_tiles, transpose=True, dtype=jnp.dtype(dtype))
-    return _filled(y_RF[:rows, :width], sizes_G)
+        y_RF = call_traced_once(
+            _product_of_many_rows, cost, *given, tiles=hopper_tiles, transpose=True, dtype=jnp.dtype(dtype)
+        )
+    return _zero_unused_rows(y_RF[:rows, :width], sizes_G)
 
 
-def _filled(y_RF: Array, sizes_G: Array) -> Array:
+def _zero_unused_rows(y_RF: Array, sizes_G: Array) -> Array:
     """Put zeros into rows of no group: the kernels do not write them, so they may hold anything."""
-    filled_R = jnp.arange(len(y_RF), dtype=jnp.int32) < starts(sizes_G)[-1] + sizes_G[-1]
+    filled_R = jnp.arange(len(y_RF), dtype=jnp.int32) < group_starts(sizes_G)[-1] + sizes_G[-1]
     return jnp.where(filled_R[:, None], y_RF, 0)
 
 
@@ -167,26 +171,26 @@ def gradient(tiles: Tiles, x_RD: Array, dy_RF: Array, sizes_G: Array, *, emulate
       float32 [G, D, F].
     """
     shape = len(sizes_G), x_RD.shape[1], dy_RF.shape[1]
-    x_RD, dy_RF = _rows(x_RD), _rows(dy_RF)
+    x_RD, dy_RF = _pad_rows(x_RD), _pad_rows(dy_RF)
     padded = *shape[:1], x_RD.shape[1], dy_RF.shape[1]
     so_far = gradient_sum(shape, varying_like=x_RD)
     if padded != shape:  # a padded sum is another array, so nothing is added in place
         so_far = _padded(so_far, tuple(p - s for p, s in zip(padded, shape, strict=True)))
     given = x_RD, dy_RF, sizes_G, so_far
-    made = mosaic_emulated.added(*given) if emulate else added(tiles, *given)
+    made = mosaic_emulated.add_gradient(*given) if emulate else add_gradient(tiles, *given)
     return made if padded == shape else made[:, : shape[1], : shape[2]]
 
 
-def added(
+def add_gradient(
     tiles: Tiles, x_RD: Array, dy_RF: Array, sizes_G: Array, so_far_GDF: Array, walk: Walk = GRADIENT
 ) -> Array:
     """Compute ``gradient`` for widths that ``LANES`` divides and at least 128 rows, and add it to a sum in place."""
     cost = _cost(x_RD, dy_RF.shape[1], dy_RF.size * dy_RF.dtype.itemsize + 2 * so_far_GDF.size * 4)
     given = x_RD, dy_RF, sizes_G, so_far_GDF
-    return once(_gradient, cost, *given, in_place=_SO_FAR, tiles=tiles, walk=walk)
+    return call_traced_once(_gradient, cost, *given, in_place=_SUM_OPERAND, tiles=tiles, walk=walk)
 
 
-def _rows(array: Array, least: int = LANES) -> Array:
+def _pad_rows(array: Array, least: int = LANES) -> Array:
     """Pad with zeros to at least ``least`` rows, to a number of rows that 8 divides and a width that LANES divides."""
     rows, width = array.shape
     return _padded(array, (max(least, -(-rows // 8) * 8) - rows, -width % LANES))
@@ -205,7 +209,7 @@ def _cost(x_RD: Array, width: int, moved: int) -> pl.CostEstimate:
     return pl.CostEstimate(flops=2 * x_RD.size * width, transcendentals=0, bytes_accessed=moved)
 
 
-class _OfRows(NamedTuple):
+class _ProductTile(NamedTuple):
     """A tile of a product: those rows of one block that belong to one group, by the columns of both halves.
 
     Attributes:
@@ -214,7 +218,7 @@ class _OfRows(NamedTuple):
       first: the first row of the block that belongs to the group.
       rows: the number of rows of the block that belong to the group.
       columns: the index of the tile's columns, in units of two times ``LANES``.
-      steps: see ``Walked``.
+      steps: see ``TileProgram``.
     """
 
     group: Array
@@ -225,7 +229,7 @@ class _OfRows(NamedTuple):
     steps: Array
 
 
-def _of_many(
+def _product_of_many_rows(
     x_RD: Array,
     w_GDF: Array,
     sizes_G: Array,
@@ -246,7 +250,7 @@ def _of_many(
     F = w_GDF.shape[1 if transpose else 2]
     dtype, at_once = dtype or x_RD.dtype, BYTES // x_RD.dtype.itemsize
     walk = walk or (TRANSPOSED if transpose else MATRIX)
-    table = walks(sizes_G, LANES, R)
+    table = group_tiles(sizes_G, LANES, R)
     grid = len(table[0]), pl.cdiv(F, HALVES * LANES)
 
     def of_many(
@@ -260,15 +264,15 @@ def _of_many(
     ) -> None:
         *scale_refs, y_ref, slots = refs
 
-        def find(index: Array) -> _OfRows:
+        def find(index: Array) -> _ProductTile:
             place, columns = plgpu.planar_snake(index, grid, 1, walk.snake)
             before = blocks_ref[place] * LANES
             first = jnp.maximum(starts_ref[place] - before, 0)
             rows = jnp.minimum(ends_ref[place] - before, LANES) - first
             steps = jnp.where(rows > 0, jnp.int32(D // at_once), jnp.int32(0))
-            return _OfRows(groups_ref[place], before, first, rows, columns, steps)
+            return _ProductTile(groups_ref[place], before, first, rows, columns, steps)
 
-        def load(tile: _OfRows, step: Array, slot: Array) -> None:
+        def load(tile: _ProductTile, step: Array, slot: Array) -> None:
             summed, arrived = pl.ds(step * at_once, at_once), slots.arrived.at[slot]
             plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(tile.before, LANES), summed], slots.left.at[slot], arrived)
             for column, columns, block in slots.right_blocks(slot):
@@ -279,14 +283,14 @@ def _of_many(
         def operands(slot: Array, w_block: Any) -> tuple[Any, Any]:
             return slots.left.at[slot], transposed(w_block) if transpose else w_block
 
-        def find_scales(tile: _OfRows, step: Array, half: Array) -> list[Array]:
+        def find_scales(tile: _ProductTile, step: Array, half: Array) -> list[Array]:
             of_rows_ref, of_matrices_ref = scale_refs
             own = jnp.minimum(HALVES * tile.columns + half, F // LANES - 1)
             of_matrix = of_matrices_ref[tile.group, own, step]
             first_rows = [tile.before + first for first in range(0, LANES, ROWS)]
             return [loaded(of_rows_ref.at[step, pl.ds(row, ROWS)]) * of_matrix for row in first_rows]
 
-        def write(tile: _OfRows, half: Any, put: Callable[[Any, int], None]) -> None:
+        def write(tile: _ProductTile, half: Any, put: Callable[[Any, int], None]) -> None:
             own = HALVES * tile.columns + half
             piece_ref = slots.result.at[half]
 
@@ -301,7 +305,7 @@ def _of_many(
                     _copy_rows(piece_ref, y_ref, tile.before, own * LANES + column, tile.first, tile.rows)
 
         by = find_scales if scales else None
-        tiles.walk(slots, Walked(grid[0] * grid[1], find, load, operands, write, scales=by))
+        tiles.compute_tiles(slots, TileProgram(grid[0] * grid[1], find, load, operands, write, scales=by))
 
     blocks = Blocks(
         walk.stages,
@@ -315,7 +319,7 @@ def _of_many(
     return run(of_many, made, *given, sms=tiles.SMS, scratch=[tiles.slots(blocks)], warpgroups=warpgroups)
 
 
-def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array, *, num_read: int) -> Array:
+def _product_of_few_rows(x_RD: Array, w_GDF: Array, sizes_G: Array, *, num_read: int) -> Array:
     """Compute a Hopper's product of groups of few rows; the matrix of a group without rows is not read.
 
     A group's matrix is read once for each block of ``ROWS`` rows that holds rows of the group. At most ``num_read``
@@ -324,7 +328,7 @@ def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array, *, num_read: int) -> Arra
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     (R, D), F = x_RD.shape, w_GDF.shape[2]
-    groups_S, starts_S, ends_S = filled(sizes_G, num_read)
+    groups_S, starts_S, ends_S = nonempty_groups(sizes_G, num_read)
 
     def of_few(
         groups_ref: Any, starts_ref: Any, ends_ref: Any, x_ref: Any, w_ref: Any, y_ref: Any, tile_smem: Any
@@ -347,7 +351,7 @@ def _of_few(x_RD: Array, w_GDF: Array, sizes_G: Array, *, num_read: int) -> Arra
                             plgpu.BlockSpec((ROWS, ROWS), lambda d: (block, d), delay_release=1),
                             plgpu.BlockSpec((ROWS, LANES), lambda d: (d, f), delay_release=1),
                         ],
-                        max_concurrent_steps=FEW.stages,
+                        max_concurrent_steps=FEW_ROWS.stages,
                     )(x_ref, w_DF)
                     return sum_ref[...]
 
@@ -390,11 +394,11 @@ def _copy_rows(tile_ref: Any, y_ref: Any, before: Any, column: Any, first: Any, 
         row = row + here
 
 
-_SO_FAR = 4
+_SUM_OPERAND = 4
 """The index, among the operands of the gradient's kernel, of the sum that the kernel adds to."""
 
 
-class _OfMatrix(NamedTuple):
+class _GradientTile(NamedTuple):
     """A tile of a group's gradient.
 
     Attributes:
@@ -429,7 +433,7 @@ def _gradient(
     ) -> None:
         del so_far_ref  # the result has the same memory: the kernel adds to what is there
 
-        def find(index: Array) -> _OfMatrix:
+        def find(index: Array) -> _GradientTile:
             num = jnp.int32(grid[0] * grid[1])
             group = lax.div(index, num)
             d, columns = plgpu.planar_snake(lax.rem(index, num), grid, 1, walk.snake)
@@ -437,9 +441,9 @@ def _gradient(
             first = lax.div(start, jnp.int32(ROWS))
             past = lax.div(end + jnp.int32(ROWS - 1), jnp.int32(ROWS))
             steps = jnp.where(end > start, past - first, 0)
-            return _OfMatrix(group, d, columns, start, end, first, steps)
+            return _GradientTile(group, d, columns, start, end, first, steps)
 
-        def load(tile: _OfMatrix, step: Array, slot: Array) -> None:
+        def load(tile: _GradientTile, step: Array, slot: Array) -> None:
             rows, arrived = pl.ds((tile.block + step) * ROWS, ROWS), slots.arrived.at[slot]
             plgpu.copy_gmem_to_smem(
                 x_ref.at[rows, pl.ds(tile.d * LANES, LANES)], slots.left.at[slot], arrived
@@ -451,11 +455,11 @@ def _gradient(
         def operands(slot: Array, dy_block: Any) -> tuple[Any, Any]:
             return transposed(slots.left.at[slot]), dy_block
 
-        def inside(tile: _OfMatrix, step: Array) -> tuple[Array, Array]:
+        def row_bounds(tile: _GradientTile, step: Array) -> tuple[Array, Array]:
             before = (tile.block + step) * ROWS
             return tile.start - before, tile.end - before
 
-        def write(tile: _OfMatrix, half: Any, put: Callable[[Any, int], None]) -> None:
+        def write(tile: _GradientTile, half: Any, put: Callable[[Any, int], None]) -> None:
             own = HALVES * tile.columns + half
             piece_ref = slots.result.at[half]
 
@@ -468,7 +472,9 @@ def _gradient(
                     where = tile.group, pl.ds(tile.d * LANES, LANES), pl.ds(own * LANES + column, _PIECE)
                     plgpu.copy_smem_to_gmem(piece_ref, dw_ref.at[where], reduction_op="add")
 
-        tiles.walk(slots, Walked(G * grid[0] * grid[1], find, load, operands, write, inside))
+        tiles.compute_tiles(
+            slots, TileProgram(G * grid[0] * grid[1], find, load, operands, write, row_bounds)
+        )
 
     ends_G = jnp.cumsum(sizes_G)
     operands = ends_G - sizes_G, ends_G, x_RD, dy_RF, so_far_GDF

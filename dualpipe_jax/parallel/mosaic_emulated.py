@@ -23,7 +23,7 @@ def product(x_RD: Array, w_GDF: Array, sizes_G: Array, transpose: bool) -> Array
     return y_RF.astype(x_RD.dtype)
 
 
-def added(x_RD: Array, dy_RF: Array, sizes_G: Array, so_far_GDF: Array) -> Array:
+def add_gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, so_far_GDF: Array) -> Array:
     """Compute what the gradient's kernel writes, block by block, masking the first and the last block of each group.
 
     Blocks are read whole. A block may reach past the rows, where it reads zeros.

@@ -27,7 +27,7 @@ import numpy as np
 from jax import Array, lax
 from numpy.typing import ArrayLike
 
-from dualpipe_jax.parallel.expert_plan import Axis, by_expert, known_experts
+from dualpipe_jax.parallel.expert_plan import Axis, known_experts, sort_by_expert
 
 
 def share_copies(held: ArrayLike, num_experts: int, *, num_nodes: int = 1, near: bool = True) -> np.ndarray:
@@ -58,7 +58,7 @@ def share_copies(held: ArrayLike, num_experts: int, *, num_nodes: int = 1, near:
       ValueError: held is not such a table (the message says where), or num_nodes does not divide the devices.
 
     """
-    tables = _checked(held, num_experts)
+    tables = _checked_tables(held, num_experts)
     *lead, N, S = tables.shape
     if num_nodes < 1 or N % num_nodes:
         raise ValueError(f"share_copies: {N} devices do not divide over {num_nodes} nodes of equal size.")
@@ -68,11 +68,11 @@ def share_copies(held: ArrayLike, num_experts: int, *, num_nodes: int = 1, near:
         into[:, table, 0] = np.arange(N * S)  # right for experts with one copy
         for expert in np.flatnonzero(np.bincount(table, minlength=num_experts) > 1):
             slots = np.flatnonzero(table == expert)
-            into[:, expert, : len(slots)] = slots[_turns(slots // S, N, N // num_nodes, near)]
+            into[:, expert, : len(slots)] = slots[_copy_order(slots // S, N, N // num_nodes, near)]
     return found.reshape(*lead, *found.shape[1:])
 
 
-def _turns(devices: np.ndarray, N: int, size: int, near: bool) -> np.ndarray:
+def _copy_order(devices: np.ndarray, N: int, size: int, near: bool) -> np.ndarray:
     """Return the copies that each device uses in turn, as many turns as there are copies: int [N, copies].
 
     A copy is given by its index in ``devices``, the devices that hold one. Each copy has N turns in all. ``size`` is
@@ -84,7 +84,7 @@ def _turns(devices: np.ndarray, N: int, size: int, near: bool) -> np.ndarray:
     left = np.full(copies, N)
     turns: list[list[int]] = [[] for _ in range(N)]
 
-    def take(device: int, choice: np.ndarray) -> None:
+    def assign_copy(device: int, choice: np.ndarray) -> None:
         # Each device prefers another one of equally unused copies: few tokens must not all go to the first copy.
         copy = min(choice, key=lambda copy: (-left[copy], (copy - device) % copies))
         turns[device].append(int(copy))
@@ -101,7 +101,7 @@ def _turns(devices: np.ndarray, N: int, size: int, near: bool) -> np.ndarray:
                 there = devices // size == device // size if within_node else np.full(copies, True)
                 choice = np.flatnonzero(there & (left > 0))
                 if len(turns[device]) < copies and len(choice):
-                    take(device, choice)
+                    assign_copy(device, choice)
     return np.array(turns)
 
 
@@ -129,7 +129,7 @@ def choose_copies(topk_TK: Array, copies_EX: Array) -> Array:
     if X == 1:
         return copies_EX[:, 0].at[topk_TK].get(mode="fill", fill_value=-1)
     expert_A = topk_TK.reshape(-1)
-    _, rank_A, starts_E, _ = by_expert(topk_TK, E)
+    _, rank_A, starts_E, _ = sort_by_expert(topk_TK, E)
     turns_E = jnp.sum(copies_EX >= 0, axis=1, dtype=jnp.int32)
     turn_A = (rank_A - starts_E[expert_A]) % turns_E[expert_A]
     return copies_EX.at[expert_A, turn_A].get(mode="fill", fill_value=-1).reshape(topk_TK.shape)
@@ -226,7 +226,7 @@ def plan_moves(before: ArrayLike, after: ArrayLike, num_experts: int) -> Moves:
       ValueError: an argument is not such a table, or the two have different numbers of devices or layers.
 
     """
-    old, new = _checked(before, num_experts), _checked(after, num_experts)
+    old, new = _checked_tables(before, num_experts), _checked_tables(after, num_experts)
     if old.shape[:-1] != new.shape[:-1]:
         raise ValueError(
             f"plan_moves: before is {list(old.shape)} and after {list(new.shape)}; both need the same [..., N], only "
@@ -300,7 +300,7 @@ def move_experts(rows_S: Array, send_NW: Array, take_S: Array, axis_name: Axis) 
     return jnp.take(rows_S, take_S, axis=0, mode="clip")
 
 
-def _checked(held: ArrayLike, num_experts: int) -> np.ndarray:
+def _checked_tables(held: ArrayLike, num_experts: int) -> np.ndarray:
     tables = np.asarray(held)
     if tables.ndim < 2 or tables.dtype.kind not in "iu" or 0 in tables.shape:
         raise ValueError(

@@ -53,7 +53,7 @@ class Slots(NamedTuple):
       result: a piece of each half's result, which is being written to memory, [HALVES, ...].
       arrived: a barrier for each slot, passed when its copies have arrived.
       taken: a barrier for each slot, passed when its blocks have been multiplied.
-      more: further memory and barriers that the GPU's ``walk`` needs.
+      more: further memory and barriers that the GPU's ``compute_tiles`` needs.
     """
 
     left: Any
@@ -88,11 +88,11 @@ class Slots(NamedTuple):
         return [(half * LANES, LANES, self.right.at[slot, half]) for half in range(HALVES)]
 
 
-class Walked(NamedTuple):
+class TileProgram(NamedTuple):
     """A kernel's description of its tiles.
 
     Attributes:
-      number: the number of tiles, for all multiprocessors together.
+      num_tiles: the number of tiles, for all multiprocessors together.
       find: returns a tile by its index. The tile's ``steps``, int32, is the number of blocks that are multiplied for
         it, 0 if the tile is skipped.
       load: starts the copies of a tile's step into a slot.
@@ -101,18 +101,18 @@ class Walked(NamedTuple):
       write: starts the copies of a tile's half to the place of its result. Its last argument is a function that writes
         columns of that half, from a given column on, into a block of shared memory, [LANES, columns], in the block's
         dtype.
-      inside: for a kernel that sums over rows: returns the first of a step's rows that belongs to the tile, and the row
-        past the last; None for other kernels.
+      row_bounds: for a kernel that sums over rows: returns the first of a step's rows that belongs to the tile, and the
+        row past the last; None for other kernels.
       scales: for a kernel of numbers in eight bits: returns the factors of a step's products for a tile's half, one
         float32 [ROWS] for each ``ROWS`` of its rows; None for other kernels.
     """
 
-    number: int
+    num_tiles: int
     find: Callable[[Array], Any]
     load: Callable[[Any, Array, Array], None]
     operands: Callable[[Array, Any], tuple[Any, Any]]
     write: Callable[[Any, Any, Callable[[Any, int], None]], None]
-    inside: Callable[[Any, Array], tuple[Array, Array]] | None = None
+    row_bounds: Callable[[Any, Array], tuple[Array, Array]] | None = None
     scales: Callable[[Any, Array, Array], list[Array]] | None = None
 
 
@@ -124,16 +124,19 @@ class Tiles(Protocol):
         """The number of multiprocessors; each computes its share of the tiles."""
 
     def warpgroups(self, masks: bool) -> int:
-        """Return the number of warpgroups per multiprocessor that ``walk`` needs; ``masks``: ``inside`` is given."""
+        """Return the number of warpgroups per multiprocessor that ``compute_tiles`` needs.
+
+        ``masks`` says whether ``row_bounds`` is given.
+        """
 
     def slots(self, blocks: Blocks, masks: bool = False) -> Slots:
-        """Return the types of the memory and barriers that ``walk`` needs, see ``Slots.of``."""
+        """Return the types of the memory and barriers that ``compute_tiles`` needs, see ``Slots.of``."""
 
-    def walk(self, slots: Slots, walked: Walked) -> None:
+    def compute_tiles(self, slots: Slots, program: TileProgram) -> None:
         """In a kernel that ``run`` runs with slots: compute all tiles, each on one multiprocessor."""
 
 
-def on_tiles(walked: Walked, one: Callable[[Any, Array, Array], None]) -> Array:
+def for_each_tile(program: TileProgram, one: Callable[[Any, Array, Array], None]) -> Array:
     """Call a function on each tile of this multiprocessor, with the numbers of steps and of tiles before it.
 
     Tiles without steps do not count as tiles.
@@ -145,9 +148,9 @@ def on_tiles(walked: Walked, one: Callable[[Any, Array, Array], None]) -> Array:
 
     none = jnp.int32(0)
 
-    @plgpu.nd_loop((walked.number,), collective_axes="sm", init_carry=(none, none))
+    @plgpu.nd_loop((program.num_tiles,), collective_axes="sm", init_carry=(none, none))
     def done(loop: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        tile = walked.find(loop.index[0])
+        tile = program.find(loop.index[0])
         steps, tiles = carry
         one(tile, steps, tiles)
         return steps + tile.steps, tiles + (tile.steps > 0).astype(jnp.int32)
@@ -160,7 +163,7 @@ def slot_of(slots: Slots, step: Array) -> Array:
     return lax.rem(step, jnp.int32(slots.left.shape[0]))
 
 
-def load_tiles(slots: Slots, walked: Walked) -> None:
+def load_tiles(slots: Slots, program: TileProgram) -> None:
     """Load the blocks of all tiles: the work of the warpgroup that loads."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -170,11 +173,11 @@ def load_tiles(slots: Slots, walked: Walked) -> None:
         def one_step(step: Array, _: None) -> None:
             slot = slot_of(slots, done + step)
             pl.when(done + step >= number)(functools.partial(plgpu.barrier_wait, slots.taken.at[slot]))
-            walked.load(tile, step, slot)
+            program.load(tile, step, slot)
 
         lax.fori_loop(0, tile.steps, one_step, None)
 
-    done = on_tiles(walked, load_tile)
+    done = for_each_tile(program, load_tile)
     for slot in range(number):  # a kernel must not end before all that it has loaded is multiplied
         pl.when(slot < done)(functools.partial(plgpu.barrier_wait, slots.taken.at[slot]))
 

@@ -2,8 +2,8 @@
 
 They serve A100s, and float32 on all GPUs; the kernels for 16 bits on a Hopper or Blackwell are in ``mosaic``. A tile
 with rows of several groups is walked once for each group, and each walk writes the rows of its group. From jax 0.11 on
-JAX calls Pallas' Triton deprecated and points to Mosaic, which does not run on an A100. ``is_there`` says whether JAX
-still has Triton.
+JAX calls Pallas' Triton deprecated and points to Mosaic, which does not run on an A100. ``is_available`` says whether
+JAX still has Triton.
 
 Shape suffixes: R rows, G groups, D in, F out; T walks of a tile of rows.
 """
@@ -17,8 +17,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from dualpipe_jax.gradient_sum import gradient_sum
-from dualpipe_jax.parallel.group_rows import walks
-from dualpipe_jax.parallel.kernel_cost import once
+from dualpipe_jax.parallel.group_rows import group_tiles
+from dualpipe_jax.parallel.kernel_cost import call_traced_once
 from dualpipe_jax.varying import shape_like
 
 plgpu: Any
@@ -54,7 +54,7 @@ NARROW, WIDE = Tiles(inner=64), Tiles(rows=64, outer=64, warps=4)
 reaches 480 to 507 TFLOP/s, the Hopper kernels of ``mosaic`` 579 to 624."""
 
 
-class _How(NamedTuple):
+class _Settings(NamedTuple):
     """The settings of one call.
 
     Attributes:
@@ -70,7 +70,7 @@ class _How(NamedTuple):
     interpret: bool
 
 
-def is_there() -> bool:
+def is_available() -> bool:
     """Return whether this version of JAX has Pallas' Triton."""
     return plgpu is not None
 
@@ -97,9 +97,9 @@ def product(
     tiles = _tiles(x_RD.dtype)
     # Few rows per group, as in a decode step, need no high tile.
     tiles = tiles._replace(rows=min(tiles.rows, max(16, pl.next_power_of_2(-(-rows // len(sizes_G))))))
-    run = _bound(_product, _How(transpose, tiles, _exact(), interpret))
+    run = _cached_partial(_product, _Settings(transpose, tiles, _wants_full_precision(), interpret))
     moved = (x_RD.size + w_GDF.size + rows * width) * x_RD.dtype.itemsize
-    y_RF = once(run, _cost(x_RD, width, moved), x_RD, w_GDF, sizes_G)
+    y_RF = call_traced_once(run, _cost(x_RD, width, moved), x_RD, w_GDF, sizes_G)
     # The kernel does not write rows of no group: they may hold anything.
     filled_R = jnp.arange(rows, dtype=jnp.int32) < jnp.sum(sizes_G)
     return jnp.where(filled_R[:, None], y_RF, 0)
@@ -117,17 +117,17 @@ def gradient(x_RD: Array, dy_RF: Array, sizes_G: Array, *, interpret: bool = Fal
     Returns:
       float32 [G, D, F].
     """
-    run = _bound(_gradient, _How(False, _tiles(x_RD.dtype), _exact(), interpret))
+    run = _cached_partial(_gradient, _Settings(False, _tiles(x_RD.dtype), _wants_full_precision(), interpret))
     so_far = gradient_sum((len(sizes_G), x_RD.shape[1], dy_RF.shape[1]), varying_like=x_RD)
     moved = (x_RD.size + dy_RF.size) * x_RD.dtype.itemsize + 2 * 4 * so_far.size
-    return once(run, _cost(x_RD, dy_RF.shape[1], moved), x_RD, dy_RF, sizes_G, so_far)
+    return call_traced_once(run, _cost(x_RD, dy_RF.shape[1], moved), x_RD, dy_RF, sizes_G, so_far)
 
 
-_bound = functools.cache(functools.partial)
-"""``functools.partial``, but the same function for equal arguments, as ``kernel_cost.once`` needs it."""
+_cached_partial = functools.cache(functools.partial)
+"""``functools.partial``, but the same function for equal arguments, as ``kernel_cost.call_traced_once`` needs it."""
 
 
-def _exact() -> bool:
+def _wants_full_precision() -> bool:
     """Return whether ``jax.default_matmul_precision`` asks for all bits of float32."""
     asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     return asked in ("highest", "float32", "F32_F32_F32")
@@ -142,10 +142,10 @@ def _cost(x_RD: Array, width: int, moved: int) -> pl.CostEstimate:
     return pl.CostEstimate(flops=2 * x_RD.size * width, transcendentals=0, bytes_accessed=moved)
 
 
-def _product(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
-    (R, D), tiles = x_RD.shape, how.tiles
-    F = w_GDF.shape[1 if how.transpose else 2]
-    groups_T, blocks_T, starts_T, ends_T = walks(sizes_G, tiles.rows, R)
+def _product(settings: _Settings, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
+    (R, D), tiles = x_RD.shape, settings.tiles
+    F = w_GDF.shape[1 if settings.transpose else 2]
+    groups_T, blocks_T, starts_T, ends_T = group_tiles(sizes_G, tiles.rows, R)
 
     def kernel(
         groups_ref: Any,
@@ -158,20 +158,20 @@ def _product(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
     ) -> None:
         walk, tile = _swizzled(pl.program_id(0), len(groups_T), pl.cdiv(F, tiles.outer), tiles.swizzle)
         start, end = starts_ref[walk], ends_ref[walk]
-        row = blocks_ref[walk] * tiles.rows + _places(tiles.rows)
-        column = tile * tiles.outer + _places(tiles.outer)
+        row = blocks_ref[walk] * tiles.rows + _indices(tiles.rows)
+        column = tile * tiles.outer + _indices(tiles.outer)
         is_own, is_there = (row >= start) & (row < end), column < F
 
         @pl.when(start < end)
         def _() -> None:
             def one(step: Array, total: Array) -> Array:
-                inner = step * tiles.inner + _places(tiles.inner)
+                inner = step * tiles.inner + _indices(tiles.inner)
                 x = _load(x_ref, row, inner, is_own, inner < D)
-                if how.transpose:
+                if settings.transpose:
                     w = _load(w_ref, column, inner, is_there, inner < D, groups_ref[walk])
                 else:
                     w = _load(w_ref, inner, column, inner < D, is_there, groups_ref[walk])
-                return total + _dot(how, x, w, trans_b=how.transpose)
+                return total + _dot(settings, x, w, trans_b=settings.transpose)
 
             zeros = jnp.zeros((tiles.rows, tiles.outer), jnp.float32)
             total = lax.fori_loop(0, pl.cdiv(D, tiles.inner), one, zeros)
@@ -180,25 +180,25 @@ def _product(how: _How, x_RD: Array, w_GDF: Array, sizes_G: Array) -> Array:
 
     shape = shape_like(x_RD, (R, F), x_RD.dtype)
     grid = len(groups_T) * pl.cdiv(F, tiles.outer)
-    return _call(kernel, how, grid, shape)(groups_T, blocks_T, starts_T, ends_T, x_RD, w_GDF)
+    return _call(kernel, settings, grid, shape)(groups_T, blocks_T, starts_T, ends_T, x_RD, w_GDF)
 
 
-def _gradient(how: _How, x_RD: Array, dy_RF: Array, sizes_G: Array, so_far_GDF: Array) -> Array:
-    D, F, G, tiles = x_RD.shape[1], dy_RF.shape[1], len(sizes_G), how.tiles
+def _gradient(settings: _Settings, x_RD: Array, dy_RF: Array, sizes_G: Array, so_far_GDF: Array) -> Array:
+    D, F, G, tiles = x_RD.shape[1], dy_RF.shape[1], len(sizes_G), settings.tiles
     high, wide = pl.cdiv(D, tiles.rows), pl.cdiv(F, tiles.outer)
 
     def kernel(starts_ref: Any, ends_ref: Any, x_ref: Any, dy_ref: Any, so_far_ref: Any, dw_ref: Any) -> None:
         group = lax.div(pl.program_id(0), jnp.int32(high * wide))
         d, f = _swizzled(lax.rem(pl.program_id(0), jnp.int32(high * wide)), high, wide, tiles.swizzle)
         start, end = starts_ref[group], ends_ref[group]
-        d, f = d * tiles.rows + _places(tiles.rows), f * tiles.outer + _places(tiles.outer)
+        d, f = d * tiles.rows + _indices(tiles.rows), f * tiles.outer + _indices(tiles.outer)
 
         def one(step: Array, total: Array) -> Array:
-            row = start + step * tiles.inner + _places(tiles.inner)
+            row = start + step * tiles.inner + _indices(tiles.inner)
             # Both are masked: rows past the groups may hold anything, and 0 * nan is nan.
             x = _load(x_ref, row, d, row < end, d < D)
             dy = _load(dy_ref, row, f, row < end, f < F)
-            return total + _dot(how, x, dy, trans_a=True)
+            return total + _dot(settings, x, dy, trans_a=True)
 
         zeros = jnp.zeros((tiles.rows, tiles.outer), jnp.float32)
         num_steps = lax.div(end - start + jnp.int32(tiles.inner - 1), jnp.int32(tiles.inner))
@@ -210,7 +210,7 @@ def _gradient(how: _How, x_RD: Array, dy_RF: Array, sizes_G: Array, so_far_GDF: 
     ends_G = jnp.cumsum(sizes_G)
     shape = shape_like(x_RD, (G, D, F), jnp.float32)
     operands = ends_G - sizes_G, ends_G, x_RD, dy_RF, so_far_GDF
-    return _call(kernel, how, G * high * wide, shape, in_place=len(operands) - 1)(*operands)
+    return _call(kernel, settings, G * high * wide, shape, in_place=len(operands) - 1)(*operands)
 
 
 def _swizzled(number: Array, high: int, wide: int, most: int) -> tuple[Array, Array]:
@@ -221,7 +221,7 @@ def _swizzled(number: Array, high: int, wide: int, most: int) -> tuple[Array, Ar
     return strip * most + lax.rem(inside, num_rows), lax.div(inside, num_rows)
 
 
-def _places(size: int) -> Array:
+def _indices(size: int) -> Array:
     return lax.iota(jnp.int32, size)
 
 
@@ -231,17 +231,19 @@ def _load(ref: Any, row: Array, column: Array, is_row: Array, is_column: Array, 
     return plgpu.load(where, mask=is_row[:, None] & is_column[None], other=0.0)
 
 
-def _dot(how: _How, a: Array, b: Array, *, trans_a: bool = False, trans_b: bool = False) -> Array:
-    return plgpu.dot(a, b, trans_a, trans_b, allow_tf32=not how.exact).astype(jnp.float32)
+def _dot(settings: _Settings, a: Array, b: Array, *, trans_a: bool = False, trans_b: bool = False) -> Array:
+    return plgpu.dot(a, b, trans_a, trans_b, allow_tf32=not settings.exact).astype(jnp.float32)
 
 
-def _call(kernel: Any, how: _How, grid: int, shape: jax.ShapeDtypeStruct, in_place: int | None = None) -> Any:
-    options = plgpu.CompilerParams(num_warps=how.tiles.warps, num_stages=how.tiles.stages)
+def _call(
+    kernel: Any, settings: _Settings, grid: int, shape: jax.ShapeDtypeStruct, in_place: int | None = None
+) -> Any:
+    options = plgpu.CompilerParams(num_warps=settings.tiles.warps, num_stages=settings.tiles.stages)
     called = pl.pallas_call(
         kernel,
         shape,
         grid=(grid,),
-        interpret=how.interpret,
+        interpret=settings.interpret,
         compiler_params=options,
         name="grouped_matmul",
         input_output_aliases={} if in_place is None else {in_place: 0},

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from dualpipe_jax.parallel.expert import arriving, dispatch
+from dualpipe_jax.parallel.expert import dispatch, flatten_arrivals
 from dualpipe_jax.parallel.expert_plan import DROPPED, Handle, known_experts, plan_capacity
 
 
@@ -92,7 +92,7 @@ def plan_two_hops(
     outer = plan_capacity(jnp.where(wanted_TM > 0, nodes_M, num_nodes), num_nodes, node_capacity, across)
 
     # Empty rows arrive as zeros, so experts are sent as numbers from one on.
-    number_RK = arriving(dispatch(topk_TK + 1, outer)) - 1
+    number_RK = flatten_arrivals(dispatch(topk_TK + 1, outer)) - 1
     local_RK = number_RK - here * lax.axis_index(across)
     inner = plan(jnp.where((local_RK >= 0) & (local_RK < here), local_RK, here), here)
 

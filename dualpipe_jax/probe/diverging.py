@@ -29,7 +29,7 @@ def diverging(place: Place, form: Divergence, *, exchange: bool = False, beside:
 
     def run(x: jax.Array, wanted: jax.Array) -> jax.Array:
         def tick(x: jax.Array, wanted: jax.Array) -> tuple[jax.Array, None]:
-            arrived = send(x, around, beside_others=True) if beside else None
+            arrived = send(x, around, concurrent=True) if beside else None
             x = (
                 run_if(wanted, work, x)
                 if form == "loop"

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dualpipe_jax.parallel.expert_groups import BY_DEVICE, gpu_row, grouped_matmul
+from dualpipe_jax.parallel.expert_groups import KERNELS_BY_DEVICE, gpu_kind, grouped_matmul
 from dualpipe_jax.probe.place import Place, seconds
 from dualpipe_jax.probe.timing import product
 
@@ -66,8 +66,8 @@ def grouped(place: Place) -> dict[str, Any]:
     device = place.mesh.devices.flat[0]
     row = device.platform
     if row == "gpu":
-        row = gpu_row(tuple(map(int, device.compute_capability.split("."))), place.dtype)
-    kernel, gradient = BY_DEVICE[row]
+        row = gpu_kind(tuple(map(int, device.compute_capability.split("."))), place.dtype)
+    kernel, gradient = KERNELS_BY_DEVICE[row]
 
     def both(x: Any, w: Any, sizes: Any, dy: Any) -> Any:
         y, pull = jax.vjp(lambda x, w: grouped_matmul(x, w, sizes, kernel=kernel, gradient=gradient), x, w)

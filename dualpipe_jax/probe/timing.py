@@ -69,7 +69,7 @@ def permutes(place: Place) -> dict[str, Any]:
 
     def around(count: int) -> Callable[[jax.Array], jax.Array]:
         pairs = [(rank, (rank + 1) % count) for rank in range(count)]
-        return lambda x: send(x, pairs, beside_others=True)
+        return lambda x: send(x, pairs, concurrent=True)
 
     sizes = payloads(place)
     alone = {

@@ -22,7 +22,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from dualpipe_jax.parallel import hopper_tiles, mosaic, tiles
-from dualpipe_jax.parallel.kernel_cost import once
+from dualpipe_jax.parallel.kernel_cost import call_traced_once
 from models.config import Config
 
 TILE = 32
@@ -58,7 +58,7 @@ def takes(config: Config, num_new: int, block_size: int) -> bool:
     new tokens; and a block 8, 16 or 32 positions. V2, V2-Lite and V3 are such models.
     """
     return (
-        mosaic.takes(config.compute_dtype)
+        mosaic.supports_dtype(config.compute_dtype)
         and config.kv_lora_rank % 128 == 0
         and config.kv_lora_rank <= 512
         and config.qk_rope_dim in (64, 128)
@@ -107,7 +107,9 @@ def attend(
         bytes_accessed=(B * num_positions * X + T * H * (X + C)) * cache.dtype.itemsize,
     )
     blocks_PKX = cache.reshape(L * P, size, X)
-    made = once(_kernel(shape), cost, tables_BM, used_B, first_1, q_HTC, q_HTX, blocks_PKX, new_BKX)
+    made = call_traced_once(
+        _kernel(shape), cost, tables_BM, used_B, first_1, q_HTC, q_HTX, blocks_PKX, new_BKX
+    )
     if shape.splits == 1:
         return made[0]
     return _combine_splits(*made).astype(q_HTC.dtype)
@@ -155,7 +157,7 @@ class _Shape(NamedTuple):
     scale: float
 
 
-# Equal shapes return the same object, by which ``once`` knows what it has traced.
+# Equal shapes return the same object, by which ``call_traced_once`` knows what it has traced.
 @functools.cache
 def _kernel(shape: _Shape) -> Any:
     return functools.partial(_attend, shape)

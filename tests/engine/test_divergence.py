@@ -16,7 +16,7 @@ from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.engine import tick as ticks
 from dualpipe_jax.engine.guard import run_in_lockstep, usual_divergence
 from dualpipe_jax.inspect.collectives import collectives
-from dualpipe_jax.parallel.p2p import BESIDE_OTHERS
+from dualpipe_jax.parallel.p2p import CONCURRENT_PERMUTE
 from dualpipe_jax.schedule import CostModel, dualpipe, lower, one_f_one_b, zb_v
 from dualpipe_jax.schedule.lowering.table import Keeps
 from dualpipe_jax.varying import varying_axes
@@ -270,7 +270,7 @@ def test_attributes_of_permutes_stand_on_nothing_else(divergence, check_vma):
     key = "mhlo.frontend_attributes"
     carrying = [op for _, op in found if key in op.operation.attributes]
     marked = [
-        op for op in carrying if any(name in str(op.operation.attributes[key]) for name in BESIDE_OTHERS)
+        op for op in carrying if any(name in str(op.operation.attributes[key]) for name in CONCURRENT_PERMUTE)
     ]
     assert {name_of(op) for op in marked} == {"collective_permute"}
     assert len(marked) == len(table_of(schedule).channels), "x is one array"

@@ -7,7 +7,7 @@ import pytest
 
 from dualpipe_jax import Pipeline, PipelineModel, make_mesh, pipeline_value_and_grad, split_backward, staged
 from dualpipe_jax.engine import tick
-from dualpipe_jax.parallel.p2p import BESIDE_OTHERS
+from dualpipe_jax.parallel.p2p import CONCURRENT_PERMUTE
 from dualpipe_jax.schedule import (
     chimera,
     dualpipe,
@@ -128,7 +128,7 @@ def test_the_sends_of_ticks_may_run_beside_other_collectives():
     permutes = [
         line for line in lowered(schedule).as_text().splitlines() if "stablehlo.collective_permute" in line
     ]
-    beside = [line for line in permutes if all(f'{k} = "{v}"' in line for k, v in BESIDE_OTHERS.items())]
+    beside = [line for line in permutes if all(f'{k} = "{v}"' in line for k, v in CONCURRENT_PERMUTE.items())]
     table = lower(schedule)
     assert len(table.channels) == 4 and len(beside) == sum(map(sum, table.together)) >= 4
     assert len(permutes) > len(beside)

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from dualpipe_jax.arguments import UnfitError
 from dualpipe_jax.engine import At
 from dualpipe_jax.parallel import make_mesh, plan_dropless
-from dualpipe_jax.parallel.expert_groups import BY_DEVICE, grouped_matmul
-from dualpipe_jax.parallel.kernel_cost import blocks_added
+from dualpipe_jax.parallel.expert_groups import KERNELS_BY_DEVICE, grouped_matmul
+from dualpipe_jax.parallel.kernel_cost import sums_as_additions
 from dualpipe_jax.split import split_backward
 from models import Kernels, deepseek, tiny, v3
 from models.attention import Attend, causal_attention
@@ -272,7 +272,7 @@ def test_sums_of_few_blocks_are_additions(shape, axis, is_added):
     """But not along the last two dims, which lie in a TPU's registers, and not of many."""
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     summed = jax.jit(lambda x: 1.0 + jnp.sum(x, axis))
-    function = blocks_added(lambda x: summed(2 * x))
+    function = sums_as_additions(lambda x: summed(2 * x))
     jaxpr = jax.make_jaxpr(function)(x).jaxpr
     assert (len(named(jaxpr, "split")), len(named(jaxpr, "reduce_sum"))) == (is_added, not is_added)
     np.testing.assert_allclose(function(x), 1 + 2 * x.sum(axis), rtol=1e-5, atol=1e-6)
@@ -284,7 +284,7 @@ def test_sums_inside_a_kernel_stay():
 
     shape = jax.ShapeDtypeStruct((8, 128), jnp.float32)
     run = pl.pallas_call(kernel, out_shape=shape, interpret=True)
-    jaxpr = jax.make_jaxpr(blocks_added(run))(jax.ShapeDtypeStruct((2, 8, 128), jnp.float32)).jaxpr
+    jaxpr = jax.make_jaxpr(sums_as_additions(run))(jax.ShapeDtypeStruct((2, 8, 128), jnp.float32)).jaxpr
     assert len(named(jaxpr, "reduce_sum")) == 1 and not named(jaxpr, "split")
 
 
@@ -320,7 +320,7 @@ def test_where_megablox_takes_no_such_buffer_a_tpu_does_without():
     x, w, d = (rng.normal(size=shape).astype(np.float32) for shape in [(100, 4), (2, 4, 3), (100, 3)])
     rows = np.arange(100) < 60
     sizes = jnp.asarray([60, 40], jnp.int32)
-    how = dict(zip(("kernel", "gradient"), BY_DEVICE["tpu"], strict=True), interpret=True)
+    how = dict(zip(("kernel", "gradient"), KERNELS_BY_DEVICE["tpu"], strict=True), interpret=True)
     y, pull = jax.vjp(lambda w: grouped_matmul(jnp.asarray(x), w, sizes, **how), w)
     np.testing.assert_allclose(y, np.where(rows[:, None], x @ w[0], x @ w[1]), rtol=1e-5, atol=1e-5)
     wanted = [x[rows].T @ d[rows], x[~rows].T @ d[~rows]]
@@ -484,7 +484,7 @@ def test_eight_bits_are_multiplied_by_what_multiplies_all_else(platform, capabil
     monkeypatch.setattr("models.kernels.expert_matmul", lambda *args, **how: asked.append(how))
     for matmul in ("auto", "float8"):
         Kernels(matmul=matmul).multiply(platform)(jnp.ones((4, 2), dtype), None, None)
-    product, gradient = BY_DEVICE[row]
+    product, gradient = KERNELS_BY_DEVICE[row]
     wanted = {"kernel": product, "gradient": gradient, "interpret": False}
     assert asked == [wanted | {"float8": False}, wanted | {"float8": True}]
 

@@ -21,7 +21,7 @@ from dualpipe_jax.parallel import blackwell_tiles, hopper_tiles, mosaic, triton
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
 from dualpipe_jax.parallel.float8 import Tiled
 from dualpipe_jax.parallel.float8_matmul import float8_matmul
-from dualpipe_jax.parallel.group_rows import filled
+from dualpipe_jax.parallel.group_rows import nonempty_groups
 from dualpipe_jax.split import split_backward
 from tests.jaxprs import named
 from tests.parallel.test_expert_groups import by_groups, gradients_by_groups
@@ -99,7 +99,7 @@ def test_the_kernel_of_few_rows_multiplies_each_group_by_its_own_matrix(rows, si
     x, w, _, sizes_G = arrays(rows, 128, 256, sizes)
     filled = np.asarray(sizes) > 0
     w = jnp.where(filled[:, None, None], w, jnp.nan)
-    run = functools.partial(mosaic._of_few, num_read=int(filled.sum()))
+    run = functools.partial(mosaic._product_of_few_rows, num_read=int(filled.sum()))
     got = simulated(run, x, w, sizes_G, races=True)
     wanted = by_groups(np.asarray(x, np.float64), np.asarray(w, np.float64), np.asarray(sizes))
     count = sum(sizes)
@@ -123,7 +123,7 @@ def test_the_kernel_of_many_rows_multiplies_each_group_by_its_own_matrix(
     """What it reads past the groups is NaN here, where it writes no row. A tile has more steps than there are slots."""
     monkeypatch.setattr(mosaic.TILES[kernel], "SMS", 2)
     x, w, dy, sizes_G = arrays(rows, 384, 384, sizes)
-    run = functools.partial(mosaic._of_many, tiles=mosaic.TILES[kernel], transpose=transpose)
+    run = functools.partial(mosaic._product_of_many_rows, tiles=mosaic.TILES[kernel], transpose=transpose)
     got = simulated(run, dy if transpose else x, w, sizes_G, races=True)
     given, matrices = (np.asarray(a, np.float64) for a in (dy if transpose else x, w))
     wanted = by_groups(given, matrices.swapaxes(1, 2) if transpose else matrices, np.asarray(sizes))
@@ -182,7 +182,9 @@ def test_the_kernel_of_gradients_adds_to_the_sum_so_far(rows, sizes, kernel, mon
     monkeypatch.setattr(mosaic.TILES[kernel], "SMS", 2)
     x, _, dy, sizes_G = arrays(rows, 128, 384, sizes)
     so_far = jnp.asarray(np.random.default_rng(1).normal(size=(len(sizes), 128, 384)), jnp.float32)
-    got = simulated(functools.partial(mosaic.added, mosaic.TILES[kernel]), x, dy, sizes_G, so_far, races=True)
+    got = simulated(
+        functools.partial(mosaic.add_gradient, mosaic.TILES[kernel]), x, dy, sizes_G, so_far, races=True
+    )
     ends = np.cumsum(sizes)
     for group, (end, size) in enumerate(zip(ends, sizes, strict=True)):
         mine = slice(end - size, end)
@@ -193,7 +195,7 @@ def test_the_kernel_of_gradients_adds_to_the_sum_so_far(rows, sizes, kernel, mon
 @pytest.mark.parametrize("rows, sizes", [(6, (1, 0, 2, 0, 3)), (96, (96,)), (3, (0, 0, 0))])
 def test_groups_that_have_rows_come_first(rows, sizes):
     most, ends = min(rows, len(sizes)), np.cumsum(sizes)
-    found = np.stack(filled(jnp.asarray(sizes, jnp.int32), most), axis=1).tolist()
+    found = np.stack(nonempty_groups(jnp.asarray(sizes, jnp.int32), most), axis=1).tolist()
     wanted = [[g, ends[g] - size, ends[g]] for g, size in enumerate(sizes) if size]
     assert found == wanted + [[0, 0, 0]] * (most - len(wanted))
 

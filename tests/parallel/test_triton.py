@@ -14,7 +14,7 @@ from dualpipe_jax.inspect.roofline import flops
 from dualpipe_jax.inspect.target import MissingCompiler, Target
 from dualpipe_jax.parallel import triton
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
-from dualpipe_jax.parallel.group_rows import walks
+from dualpipe_jax.parallel.group_rows import group_tiles
 from models.kernels import on_this_gpu
 from tests.jaxprs import named
 from tests.parallel import test_mosaic
@@ -43,7 +43,7 @@ def test_values_and_gradients_are_those_of_a_loop_over_groups(case, dtype, inter
 @pytest.mark.parametrize("sizes", [(3, 0, 5, 4), (0, 0, 0), (12,), (0, 1, 11), (5, 0, 0)])
 def test_each_groups_rows_are_walked_once(tile, sizes):
     num_rows, ends = 12, np.cumsum(sizes)
-    found = np.stack(walks(jnp.asarray(sizes, jnp.int32), tile, num_rows), axis=1)
+    found = np.stack(group_tiles(jnp.asarray(sizes, jnp.int32), tile, num_rows), axis=1)
     walked = [
         (int(group), row)
         for group, block, start, end in found
