@@ -111,11 +111,11 @@ def rope_frequencies(config: Config) -> np.ndarray:
     if config.yarn_factor <= 1:
         return freqs
 
-    def pair_that_turns(turns: float) -> float:
+    def pair_index(turns: float) -> float:
         return dim * math.log(config.yarn_original_seq / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(pair_that_turns(config.yarn_beta_fast)), 0)
-    high = min(math.ceil(pair_that_turns(config.yarn_beta_slow)), dim - 1)
+    low = max(math.floor(pair_index(config.yarn_beta_fast)), 0)
+    high = min(math.ceil(pair_index(config.yarn_beta_slow)), dim - 1)
     ramp = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0, 1)
     return freqs / config.yarn_factor * ramp + freqs * (1 - ramp)
 
@@ -141,14 +141,14 @@ def rope(
     if lanes > 1:
         # A matmul, exact at this precision, swaps neighbours: a TPU takes many times longer for slices within its
         # lanes, or for pairs as a dim of their own.
-        turned = jnp.matmul(wide, _turn(R), precision=_EXACT)
+        turned = jnp.matmul(wide, _pair_rotation_matrix(R), precision=_EXACT)
     else:
         pairs = wide.reshape(*wide.shape[:-1], R // 2, 2)
         turned = jnp.stack([-pairs[..., 1], pairs[..., 0]], axis=-1).reshape(wide.shape)
     return (wide * (cos * factor) + turned * (sin * factor)).astype(x_BSHR.dtype)
 
 
-def _turn(dim: int) -> np.ndarray:
+def _pair_rotation_matrix(dim: int) -> np.ndarray:
     """Return the matrix that turns each pair (a, b) into (-b, a), float32 [dim, dim]."""
     even = np.arange(0, dim, 2)
     turn_RR = np.zeros((dim, dim), np.float32)
@@ -231,7 +231,7 @@ class Attention(nnx.Module):
         Returns:
           An array [B, S, D] of x's dtype.
         """
-        heads = self._spread if self._spread_is_free() else self._narrow
+        heads = self._wide_heads if self._wide_heads_are_free() else self._narrow_heads
         scale = softmax_scale(self.config)
         q_BHSX, k_BHSX, v_BHSV = heads(x_BSD, positions_BS)
         q_BHSX = checkpoint_name(q_BHSX, "queries")
@@ -244,12 +244,12 @@ class Attention(nnx.Module):
         out_BSD = project(*vary_alike((out_BHSV, self.o_proj.kernel[...].astype(out_BHSV.dtype))))
         return out_BSD if self.o_proj.bias is None else out_BSD + self.o_proj.bias[...].astype(out_BSD.dtype)
 
-    def _spread_is_free(self) -> bool:
+    def _wide_heads_are_free(self) -> bool:
         """Return whether heads that hold the rotated part twice need no more lanes."""
         nope, rot, lanes = self.config.qk_nope_dim, self.config.qk_rope_dim, self.attend.lanes
         return -(-(nope + 2 * rot) // lanes) == -(-(nope + rot) // lanes)
 
-    def _narrow(self, x_BSD: Array, positions_BS: Array | None) -> tuple[Array, Array, Array]:
+    def _narrow_heads(self, x_BSD: Array, positions_BS: Array | None) -> tuple[Array, Array, Array]:
         """Return queries, keys and values as in the paper, with the dim of heads before that of the sequence."""
         config = self.config
         nope = config.qk_nope_dim
@@ -260,7 +260,7 @@ class Attention(nnx.Module):
         q, k, v = (a.swapaxes(1, 2) for a in (self.queries(x_BSD, positions_BS), k_BSHX, kv_BSHX[..., nope:]))
         return q, k, v
 
-    def _spread(self, x_BSD: Array, positions_BS: Array | None) -> tuple[Array, Array, Array]:
+    def _wide_heads(self, x_BSD: Array, positions_BS: Array | None) -> tuple[Array, Array, Array]:
         """Return wider queries and keys that give the same scores, and the values, all with heads first.
 
         They come from products that write heads first: activations are neither sliced nor concatenated. A rotated
@@ -275,7 +275,9 @@ class Attention(nnx.Module):
         x_BSC, projection = self._query_latents(x_BSD)
         w_CHX = projection.kernel[...].astype(dtype).reshape(-1, H, N + R)
         x_BSC, w_CHX = vary_alike((x_BSC, w_CHX))
-        w_HYC = made_once(jnp.einsum("xy,chx->hyc", _with_turned(N, R, dtype), w_CHX, precision=_EXACT))
+        w_HYC = made_once(
+            jnp.einsum("xy,chx->hyc", _append_rotated_matrix(N, R, dtype), w_CHX, precision=_EXACT)
+        )
         wide_BHSY = _to_heads(R, x_BSC, w_CHX, w_HYC)
         q_BHSY = (wide_BHSY.astype(jnp.float32) * turns).astype(dtype)
 
@@ -319,10 +321,10 @@ class Attention(nnx.Module):
         return rope(x_BSHR, freqs, positions_BS, factor, self.attend.lanes)
 
 
-def _with_turned(nope: int, rot: int, dtype: Any) -> Array:
+def _append_rotated_matrix(nope: int, rot: int, dtype: Any) -> Array:
     """Return the matrix [N + R, N + 2 R] that keeps a head's numbers and appends its rotated part, turned."""
     into_XY = np.eye(nope + rot, nope + 2 * rot)
-    into_XY[nope:, nope + rot :] = _turn(rot)
+    into_XY[nope:, nope + rot :] = _pair_rotation_matrix(rot)
     return jnp.asarray(into_XY, dtype)
 
 
@@ -343,7 +345,7 @@ def _to_heads_fwd(rot: int, x_BSC: Array, w_CHX: Array, w_HYC: Array) -> tuple[A
 
 def _to_heads_bwd(rot: int, saved: tuple[Array, Array], dy_BHSY: Array) -> tuple[Array, Array, None]:
     x_BSC, w_HYC = saved
-    into_XY = _with_turned(w_HYC.shape[1] - 2 * rot, rot, dy_BHSY.dtype)
+    into_XY = _append_rotated_matrix(w_HYC.shape[1] - 2 * rot, rot, dy_BHSY.dtype)
     dy_BHSX = jnp.einsum("bhsy,xy->bhsx", dy_BHSY, into_XY, precision=_EXACT)
     w_HXC = w_HYC[:, : into_XY.shape[0]]
     return jnp.einsum("bhsx,hxc->bsc", dy_BHSX, w_HXC), jnp.einsum("bsc,bhsx->chx", x_BSC, dy_BHSX), None
@@ -422,10 +424,10 @@ def causal_attention(
 ) -> Array:
     """Compute softmax attention as ``Attend`` describes it, scores and softmax in float32; [B, H, S, V]."""
     scores_BHQK = jnp.einsum("bhqx,bhkx->bhqk", q_BHSX, k_BHSX, preferred_element_type=jnp.float32) * scale
-    heard = np.tril(np.ones((q_BHSX.shape[2],) * 2, bool))
+    may_attend = np.tril(np.ones((q_BHSX.shape[2],) * 2, bool))
     if segment_ids is not None:
-        heard = heard & same_segment(segment_ids)[:, None]
-    probs_BHQK = _softmax(jnp.where(heard, scores_BHQK, -jnp.inf), v_BHSV.dtype)
+        may_attend = may_attend & same_segment(segment_ids)[:, None]
+    probs_BHQK = _softmax(jnp.where(may_attend, scores_BHQK, -jnp.inf), v_BHSV.dtype)
     return checkpoint_name(jnp.einsum("bhqk,bhkv->bhqv", probs_BHQK, v_BHSV), "attended")
 
 

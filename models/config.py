@@ -20,8 +20,8 @@ _MAY_BE_ZERO = (
     "num_mtp_layers",
 )
 _COUNTS = ("vocab", "dim", "num_heads", "kv_lora_rank", "v_head_dim", "expert_hidden", "yarn_original_seq")
-_LEAST = dict.fromkeys(_COUNTS, 1) | dict.fromkeys((*_MAY_BE_ZERO, *_FACTORS), 0)
-_LARGEST = float(jnp.finfo(jnp.float32).max)
+_MIN_VALUES = dict.fromkeys(_COUNTS, 1) | dict.fromkeys((*_MAY_BE_ZERO, *_FACTORS), 0)
+_MAX_VALUE = float(jnp.finfo(jnp.float32).max)
 
 
 @typechecked
@@ -142,7 +142,7 @@ class Config:
         for (
             name,
             least,
-        ) in _LEAST.items():  # "not number >= least" also finds NaN, which "number < least" does not
+        ) in _MIN_VALUES.items():  # "not number >= least" also finds NaN, which "number < least" does not
             number = getattr(self, name)
             complaints.append((f"{name} is {number}, must be at least {least}", not number >= least))
         for name in _POSITIVE:
@@ -150,7 +150,7 @@ class Config:
             complaints.append((f"{name} is {number}, must be above 0", not number > 0))
         for name in (*_POSITIVE, *_FACTORS, "yarn_factor"):
             number = getattr(self, name)
-            complaints.append((f"{name} is {number}, more than float32 holds", number > _LARGEST))
+            complaints.append((f"{name} is {number}, more than float32 holds", number > _MAX_VALUE))
         if wrong := [text for text, bad in complaints if bad]:
             raise ValueError("Config: " + "; ".join(wrong) + ".")
 

@@ -27,11 +27,11 @@ HOPPER = (9, 0)
 _CAPABILITIES = {"V100": (7, 0), "A100": (8, 0), "H100": HOPPER, "H200": HOPPER, "B200": (10, 0)}
 """The compute capability of GPUs, by a part of the device's name."""
 
-UNEQUAL = 91000
+MIN_VERSION_UNEQUAL_WIDTHS = 91000
 """cuDNN 9.10, the first version that takes keys and values of different widths, on Hopper and later."""
 
 
-def cudnn_takes(q_BHSX: Array | jax.ShapeDtypeStruct) -> bool:
+def cudnn_supports(q_BHSX: Array | jax.ShapeDtypeStruct) -> bool:
     """Return whether cuDNN's attention takes the dtype and, on the GPU that runs the program, the width of heads."""
     narrow = q_BHSX.dtype in (jnp.bfloat16, jnp.float16)
     return narrow and q_BHSX.shape[-1] % 8 == 0 and q_BHSX.shape[-1] <= widest_heads()
@@ -68,7 +68,7 @@ def cudnn_attention(
       UnfitError: cuDNN does not take the dtype or the width of heads on the GPU that runs the program, or segments have
         an odd length.
     """
-    if not cudnn_takes(q_BHSX):
+    if not cudnn_supports(q_BHSX):
         raise UnfitError(
             f"cudnn_attention: heads are {q_BHSX.shape[-1]} wide and {q_BHSX.dtype.name}; cuDNN takes 16 bits and "
             f"multiples of 8, on this GPU {widest_heads()} at most: take attention 'plain'"
@@ -79,17 +79,17 @@ def cudnn_attention(
             "sequence up by one, or take attention 'plain'"
         )
     width = v_BHSV.shape[-1]
-    if width != k_BHSX.shape[-1] and not _takes_unequal():
+    if width != k_BHSX.shape[-1] and not _supports_unequal_widths():
         v_BHSV = jnp.pad(v_BHSV, ((0, 0), (0, 0), (0, 0), (0, k_BHSX.shape[-1] - width)))
     mask_BHQK = None
     if segment_ids is not None:
-        heard_BHQK = same_segment(segment_ids)[:, None]
-        mask_BHQK = jnp.where(heard_BHQK, 0, _NOT_HEARD[q_BHSX.dtype.name]).astype(q_BHSX.dtype)
+        may_attend_BHQK = same_segment(segment_ids)[:, None]
+        mask_BHQK = jnp.where(may_attend_BHQK, 0, _MASKED_SCORE[q_BHSX.dtype.name]).astype(q_BHSX.dtype)
     q_BSHX, k_BSHX, v_BSHV = (a.swapaxes(1, 2) for a in (q_BHSX, k_BHSX, v_BHSV))
     return _attention(scale, q_BSHX, k_BSHX, v_BSHV, mask_BHQK)[..., :width]
 
 
-_NOT_HEARD = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
+_MASKED_SCORE = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}
 """The number added to the score of a token of another segment. cuDNN subtracts two such scores; this must not overflow.
 """
 
@@ -145,7 +145,7 @@ def _call(
     operands: Sequence[Array],
     mask: Array | None,
     results: Sequence[_Result],
-    behind: Sequence[Array] = (),
+    extra_operands: Sequence[Array] = (),
     *,
     backward: bool,
 ) -> Sequence[Array]:
@@ -160,7 +160,7 @@ def _call(
         custom_call_api_version=2,
         legacy_backend_config=json.dumps(config((B, H, S), operands[0].dtype, scale, backward=backward)),
     )
-    return call(*operands, *masks, *behind)[:-1]
+    return call(*operands, *masks, *extra_operands)[:-1]
 
 
 def config(sizes: tuple[int, int, int], dtype: Any, scale: float, *, backward: bool) -> dict[str, Any]:
@@ -173,7 +173,7 @@ def config(sizes: tuple[int, int, int], dtype: Any, scale: float, *, backward: b
       backward: whether the call computes gradients.
     """
     B, H, S = sizes
-    about: dict[str, Any] = {
+    backend_config: dict[str, Any] = {
         "algorithm": {"math_type": "TENSOR_OP_MATH", "is_cudnn_frontend": True},
         "fmha_scale": scale,
         "intermediate_tensor_shape": {
@@ -187,12 +187,14 @@ def config(sizes: tuple[int, int, int], dtype: Any, scale: float, *, backward: b
         "seed": 42,
         "max_seg_per_batch": 1,
     }
-    about |= {f"{name}_dot_dimension_numbers": _dims(*dims) for name, dims in _PRODUCTS[backward].items()}
-    if backward and _adds_in_order():
+    backend_config |= {
+        f"{name}_dot_dimension_numbers": _dims(*dims) for name, dims in _PRODUCTS[backward].items()
+    }
+    if backward and _wants_deterministic_results():
         # Otherwise XLA sets this flag itself when it compiles such a call. It does not set it in a second, equal call,
         # does not recognise that call any more, and fails. Where the flag is set already, XLA changes nothing.
-        about["force_deterministic"] = True
-    return {"operation_queue_id": "0", "cudnn_fmha_backend_config": about}
+        backend_config["force_deterministic"] = True
+    return {"operation_queue_id": "0", "cudnn_fmha_backend_config": backend_config}
 
 
 _PRODUCTS = {
@@ -218,7 +220,7 @@ def _dims(left: int, right: int, left_heads: int, right_heads: int) -> dict[str,
     }
 
 
-def _takes_unequal() -> bool:
+def _supports_unequal_widths() -> bool:
     """Return whether cuDNN takes values that are not as wide as keys, on the GPU that runs the program."""
     if compute_capability() < HOPPER:
         return False
@@ -226,10 +228,10 @@ def _takes_unequal() -> bool:
         return True  # the version of that GPU's cuDNN is not known here
     from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
 
-    return check_cudnn_version() >= UNEQUAL
+    return check_cudnn_version() >= MIN_VERSION_UNEQUAL_WIDTHS
 
 
-def _adds_in_order() -> bool:
+def _wants_deterministic_results() -> bool:
     """Return whether ``XLA_FLAGS`` ask for results with the same bits each time."""
     asked = os.environ.get("XLA_FLAGS", "").split()
     return any(

@@ -20,7 +20,7 @@ from dualpipe_jax.parallel.expert_groups import KERNELS_BY_DEVICE, gpu_kind
 from dualpipe_jax.parallel.kernel_cost import sums_as_additions, with_cost_estimate
 from models.attention import Attend, causal_attention
 from models.config import Config
-from models.cudnn import compute_capability, cudnn_attention, cudnn_takes, widest_heads
+from models.cudnn import compute_capability, cudnn_attention, cudnn_supports, widest_heads
 
 AttentionKernel = Literal["auto", "plain", "splash", "cudnn"]
 MatmulKernel = Literal["auto", "plain", "ragged", "megablox", "hopper", "blackwell", "triton", "float8"]
@@ -28,7 +28,7 @@ MatmulKernel = Literal["auto", "plain", "ragged", "megablox", "hopper", "blackwe
 KERNEL_VMEM = 32 * 1024**2
 """Bytes of a TPU's VMEM that an attention kernel may take. With the usual 16 MiB, key blocks of 2048 overflow on v5p in
 some programs."""
-_HOMES = {"splash": "tpu", "megablox": "tpu"} | dict.fromkeys(
+_PLATFORM_OF_KERNEL = {"splash": "tpu", "megablox": "tpu"} | dict.fromkeys(
     ("cudnn", "hopper", "blackwell", "triton"), "gpu"
 )
 """The platform of each kernel that runs on one platform only."""
@@ -77,7 +77,7 @@ class Kernels:
 
     def attend(self, platform: str) -> Attend:
         """Return the attention for "cpu", "gpu" or "tpu"."""
-        self._refuse_foreign("attention", self.attention, platform)
+        self._check_platform("attention", self.attention, platform)
         splash = functools.partial(splash_attention, interpret=self.interpret)
         kernels = {
             "plain": Attend(causal_attention),
@@ -87,28 +87,28 @@ class Kernels:
         if self.attention != "auto":
             return kernels[self.attention]
         if platform == "tpu":
-            return Attend(functools.partial(_where_it_fits, splash, splash_takes), LANES)
+            return Attend(functools.partial(_with_plain_fallback, splash, splash_supports), LANES)
         if platform == "cpu":
             return kernels["plain"]
-        return Attend(functools.partial(_where_it_fits, cudnn_attention, cudnn_takes))
+        return Attend(functools.partial(_with_plain_fallback, cudnn_attention, cudnn_supports))
 
     def multiply(self, platform: str) -> Callable[..., Array]:
         """Return the experts' matmul for "cpu", "gpu" or "tpu"; see ``parallel.expert_matmul``."""
-        self._refuse_foreign("matmul", self.matmul, platform)
-        how: dict[str, Any] = {"interpret": self.interpret, "float8": self.matmul == "float8"}
+        self._check_platform("matmul", self.matmul, platform)
+        options: dict[str, Any] = {"interpret": self.interpret, "float8": self.matmul == "float8"}
         if self.matmul != "auto" and self.matmul != "float8":
-            return functools.partial(expert_matmul, kernel=self.matmul, **how)
+            return functools.partial(expert_matmul, kernel=self.matmul, **options)
         if platform == "gpu":
-            return functools.partial(_on_gpu, **how)
+            return functools.partial(_on_gpu, **options)
         product, gradient = KERNELS_BY_DEVICE[platform]
-        return functools.partial(expert_matmul, kernel=product, gradient=gradient, **how)
+        return functools.partial(expert_matmul, kernel=product, gradient=gradient, **options)
 
-    def _refuse_foreign(self, what: str, kernel: str, platform: str) -> None:
-        home = _HOMES.get(kernel, platform)
-        if home != platform and not self.interpret:
+    def _check_platform(self, what: str, kernel: str, platform: str) -> None:
+        required_platform = _PLATFORM_OF_KERNEL.get(kernel, platform)
+        if required_platform != platform and not self.interpret:
             raise ValueError(
-                f"{what} {kernel!r} is a kernel for {home.upper()}s, and this is to run on a {platform.upper()}; "
-                "'auto' takes what suits it"
+                f"{what} {kernel!r} is a kernel for {required_platform.upper()}s, and this is to run on a "
+                f"{platform.upper()}; 'auto' takes what suits it"
             )
 
     def describe(self, platform: str, config: Config, dispatch: str) -> str:
@@ -125,7 +125,7 @@ class Kernels:
             asked = jax.ShapeDtypeStruct((1, config.num_heads, 1, heads), dtype)
             attention = (
                 "attention cudnn"
-                if cudnn_takes(asked)
+                if cudnn_supports(asked)
                 else (
                     f"attention plain, slow and with all scores at once: cuDNN takes 16 bits and heads of up to "
                     f"{widest_heads()}, these are {dtype.name} and {heads} wide"
@@ -134,17 +134,17 @@ class Kernels:
         elif self.attention == "auto":
             attention = "attention splash where 128 divides the sequence, else plain"
         by_device = self.matmul in ("auto", "float8")
-        in_eight_bits = self.matmul == "float8" and platform == "gpu" and on_this_gpu(dtype) == "hopper"
+        in_eight_bits = self.matmul == "float8" and platform == "gpu" and this_gpu_kind(dtype) == "hopper"
         if dispatch == "capacity" and not in_eight_bits:
             experts = "experts one batched product"
         elif by_device and platform == "gpu":
-            row = on_this_gpu(dtype)
+            row = this_gpu_kind(dtype)
             experts = f"experts {KERNELS_BY_DEVICE[row][0]}"
             if row == "old_gpu":
                 experts += (
                     ", slow: each of a device's experts multiplies all rows; --dispatch capacity is faster"
                 )
-            elif row != on_this_gpu(jnp.bfloat16):
+            elif row != this_gpu_kind(jnp.bfloat16):
                 experts += "; --precision bfloat16 has a faster kernel"
         elif by_device:
             experts = "experts ragged, gradients megablox"
@@ -157,17 +157,17 @@ AUTO = Kernels()
 """The kernels that suit the platform."""
 
 
-def on_this_gpu(dtype: Any) -> str:
+def this_gpu_kind(dtype: Any) -> str:
     """Return the row of ``KERNELS_BY_DEVICE`` for the GPU that runs the program and rows of ``dtype``."""
     return gpu_kind(compute_capability(), dtype)
 
 
-def _on_gpu(rows: Array, w_LDF: Array, handle: Handle, **how: bool) -> Array:
-    product, gradient = KERNELS_BY_DEVICE[on_this_gpu(rows.dtype)]
-    return expert_matmul(rows, w_LDF, handle, kernel=product, gradient=gradient, **how)
+def _on_gpu(rows: Array, w_LDF: Array, handle: Handle, **options: bool) -> Array:
+    product, gradient = KERNELS_BY_DEVICE[this_gpu_kind(rows.dtype)]
+    return expert_matmul(rows, w_LDF, handle, kernel=product, gradient=gradient, **options)
 
 
-def _where_it_fits(
+def _with_plain_fallback(
     kernel: Callable[..., Array],
     takes: Callable[[Array], bool],
     q: Array,
@@ -182,7 +182,7 @@ def _where_it_fits(
 # ---------------------------------------------------------------------------------------------- splash
 
 
-def splash_takes(q_BHSX: Array) -> bool:
+def splash_supports(q_BHSX: Array) -> bool:
     """Return whether the sequence divides into blocks of 128."""
     return q_BHSX.shape[2] % 128 == 0
 

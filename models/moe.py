@@ -76,11 +76,11 @@ class Dispatch:
             visits = num_nodes if groups[0] % num_nodes else groups[1]
             room = parallel.capacity_for(T, min(visits, num_nodes, K), num_nodes, self.factor)
 
-        def second(topk_RK: Array, experts: int) -> parallel.Handle:
+        def plan_second_hop(topk_RK: Array, experts: int) -> parallel.Handle:
             # On average a device receives as many assignments as it sends, whatever the number of rows in its buffer.
             return self._one_hop(topk_RK, experts, inside, T)
 
-        return parallel.plan_two_hops(topk_TK, num_experts, (across, inside), second, room)
+        return parallel.plan_two_hops(topk_TK, num_experts, (across, inside), plan_second_hop, room)
 
     def _one_hop(
         self, topk_RK: Array, num_experts: int, axis: Axis | None, num_tokens: int

@@ -61,11 +61,11 @@ def expert_tables(
 def place_experts(params: Tree, tables: dict[str, np.ndarray]) -> Tree:
     """Return params of ``deepseek``, stages in model order, with experts placed as ``expert_tables`` says."""
 
-    def take(leaf: Array, routing: Tree) -> Array:
+    def copy_experts(leaf: Array, routing: Tree) -> Array:
         slots = jnp.asarray(routing["held"]).reshape(len(leaf), -1)
         return jax.vmap(lambda experts, held: jnp.take(experts, held, axis=0))(leaf, slots)
 
-    stages = map_experts(take, params, {"stages": {"routing": tables}})["stages"]
+    stages = map_experts(copy_experts, params, {"stages": {"routing": tables}})["stages"]
     routing = stages["routing"] | {name: jnp.asarray(table) for name, table in tables.items()}
     return params | {"stages": stages | {"routing": routing}}
 
@@ -143,10 +143,10 @@ def sum_copies(grads: Tree, params: Tree, mesh: Mesh | AbstractMesh) -> Tree:
 def count_once(grads: Tree, params: Tree) -> Tree:
     """Return gradients with zeros for all copies of an expert except the first, so that a norm counts each one once."""
 
-    def first(gradient: Array, routing: Tree) -> Array:
+    def keep_first_copies(gradient: Array, routing: Tree) -> Array:
         num_experts = routing["bias"].shape[-1]
         counts = jax.vmap(lambda held: first_copies(held, num_experts))(routing["held"])
         counts = counts.reshape(*gradient.shape[:2], *(1,) * (gradient.ndim - 2))
         return jnp.where(counts, gradient, 0)
 
-    return map_experts(first, grads, params)
+    return map_experts(keep_first_copies, grads, params)

@@ -105,7 +105,8 @@ def layer_plan(config: Config, schedule: Scheduled | int, costs: Costs | None = 
     pipes = schedule.placement.pipes if isinstance(schedule, Scheduled) else (range(num_stages),)
     costs = costs or matmul_costs(config)
     ranks = [{pipe[stage] for pipe in pipes} for stage in range(num_stages)]
-    home = np.array([ranks.index(here) for here in ranks])  # the same number for all stages on the same ranks
+    # The same number for all stages on the same ranks.
+    rank_group = np.array([ranks.index(here) for here in ranks])
     num_ranks = len(set().union(*ranks))
     if num_stages < 1 or config.num_layers < max(1, num_ranks - 2):
         raise ValueError(
@@ -115,15 +116,15 @@ def layer_plan(config: Config, schedule: Scheduled | int, costs: Costs | None = 
         )
     least = int(config.num_layers >= num_stages - 2)
 
-    def load(times: Sequence[float]) -> np.ndarray:
-        return np.bincount(home, times, num_stages)
+    def rank_loads(times: Sequence[float]) -> np.ndarray:
+        return np.bincount(rank_group, times, num_stages)
 
-    def badness(plan: tuple[int, ...]) -> tuple[float, ...]:
+    def descending_loads(plan: tuple[int, ...]) -> tuple[float, ...]:
         times = stage_times(config, plan, costs)
-        falling = [*sorted(load(times), reverse=True), *sorted(times, reverse=True)]
+        falling = [*sorted(rank_loads(times), reverse=True), *sorted(times, reverse=True)]
         return tuple(np.round(falling, 6 - int(np.log10(sum(times) + 1e-300))))
 
-    def filled(dense: tuple[int, ...]) -> tuple[int, ...] | None:
+    def best_with_dense(dense: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the best plan with these dense layers, None if there are too few layers.
 
         Layers with experts are all alike, so each one goes to the stage whose rank has the least to do.
@@ -136,17 +137,19 @@ def layer_plan(config: Config, schedule: Scheduled | int, costs: Costs | None = 
             return None
         for _ in range(config.num_layers - sum(shares)):
             times = stage_times(config, shares, costs)
-            busy = load(times)[home]
+            busy = rank_loads(times)[rank_group]
             shares[min(range(first, num_stages), key=lambda stage: (busy[stage], times[stage]))] += 1
         return tuple(shares)
 
-    plans = list(filter(None, map(filled, _dense_shares(config.num_dense_layers, num_stages))))
+    plans = list(filter(None, map(best_with_dense, _dense_shares(config.num_dense_layers, num_stages))))
     plans += _alike_between_ends(config.num_layers, num_stages)
-    busiest = {plan: load(stage_times(config, plan, costs)).max() for plan in plans}
+    busiest = {plan: rank_loads(stage_times(config, plan, costs)).max() for plan in plans}
     # Every stage has room for as many layers as the deepest one, and each kind of stage is compiled: both are worth
     # more than the time of a dense layer more or less.
-    near = [plan for plan in plans if busiest[plan] <= 1.01 * min(busiest.values())]
-    return min(near, key=lambda plan: (max(plan), len(set(_contents(config, plan))), *badness(plan)))
+    near_best = [plan for plan in plans if busiest[plan] <= 1.01 * min(busiest.values())]
+    return min(
+        near_best, key=lambda plan: (max(plan), len(set(_contents(config, plan))), *descending_loads(plan))
+    )
 
 
 @typechecked
@@ -191,7 +194,7 @@ def _dense_shares(num_dense: int, num_stages: int) -> Iterator[tuple[int, ...]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Content:
+class StageContent:
     """What a stage holds, and so what the function of its kind computes.
 
     Attributes:
@@ -206,7 +209,7 @@ class Content:
     num_moe: int
     last: bool
 
-    def name(self, like: "Sequence[Content]") -> str:
+    def name(self, like: "Sequence[StageContent]") -> str:
         """Name the stage's kind by its place, and by its layers if stages between the ends differ in them."""
         if self.first or self.last:
             return "only" if self.first and self.last else "first" if self.first else "last"
@@ -228,7 +231,7 @@ class Layout:
     """
 
     plan: tuple[int, ...]
-    contents: tuple[Content, ...]
+    contents: tuple[StageContent, ...]
     rows: np.ndarray
 
     @property
@@ -263,11 +266,11 @@ def lay_out(config: Config, plan: Sequence[int]) -> Layout:
     return Layout(tuple(plan), tuple(contents), rows)
 
 
-def _contents(config: Config, plan: Sequence[int]) -> list[Content]:
+def _contents(config: Config, plan: Sequence[int]) -> list[StageContent]:
     contents, layer = [], 0
     for stage, share in enumerate(plan):
         dense = range(min(layer, config.num_dense_layers), min(layer + share, config.num_dense_layers))
-        contents.append(Content(stage == 0, dense, share - len(dense), stage == len(plan) - 1))
+        contents.append(StageContent(stage == 0, dense, share - len(dense), stage == len(plan) - 1))
         layer += share
     return contents
 

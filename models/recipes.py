@@ -87,7 +87,7 @@ class Recipe:
         wrong = [
             f"{name} must end with tokens, {self.tokens:g}, and rise until then"
             for name in ("rates", "bias_rates", "mtp_weights")
-            if not _rises([phase.until for phase in getattr(self, name)], self.tokens)
+            if not _is_increasing([phase.until for phase in getattr(self, name)], self.tokens)
         ]
         if not 0 < self.batch_multiple <= (self.first_batch if self.ramp else self.batch):
             wrong.append(f"batch_multiple is {self.batch_multiple}, more than the smallest batch, or none")
@@ -97,43 +97,43 @@ class Recipe:
     @property
     def num_steps(self) -> int:
         """The number of steps until all tokens are trained on; the last step may go beyond them."""
-        steps, tokens, each = self._ramp
+        steps, tokens, step_tokens = self._ramp
         row = bisect.bisect_right(tokens, self.tokens) - 1
-        return steps[row] + int(np.ceil((self.tokens - tokens[row]) / each[row]))
+        return steps[row] + int(np.ceil((self.tokens - tokens[row]) / step_tokens[row]))
 
     def batch_size(self, step: int) -> int:
         """Return the number of sequences of a step; steps are numbered from 0."""
-        steps, _, each = self._ramp
-        return each[bisect.bisect_right(steps, step) - 1] // self.sequence
+        steps, _, step_tokens = self._ramp
+        return step_tokens[bisect.bisect_right(steps, step) - 1] // self.sequence
 
     def tokens_before(self, step: Any) -> Array:
-        steps, tokens, each = self._ramp
+        steps, tokens, step_tokens = self._ramp
         # No run has so many steps that int32 cannot count them: what a ramp does after that does not matter.
         begins = jnp.asarray(np.minimum(steps, np.iinfo(np.int32).max), jnp.int32)
         step = jnp.asarray(step)
         row = jnp.searchsorted(begins, step, side="right") - 1
-        before, rate = jnp.asarray(tokens, jnp.float32)[row], jnp.asarray(each, jnp.float32)[row]
+        before, rate = jnp.asarray(tokens, jnp.float32)[row], jnp.asarray(step_tokens, jnp.float32)[row]
         return before + (step - begins[row]).astype(jnp.float32) * rate
 
     def count_tokens(self, step: int) -> int:
         """Return the number of tokens before a step, exactly; the step is an int on the host."""
-        steps, tokens, each = self._ramp
+        steps, tokens, step_tokens = self._ramp
         row = bisect.bisect_right(steps, step) - 1
-        return tokens[row] + (step - steps[row]) * each[row]
+        return tokens[row] + (step - steps[row]) * step_tokens[row]
 
     def learning_rate(self, step: Any) -> Array:
         """Return the learning rate of a step, float32: not 0 for the first step, the final rate for the last one."""
         done = jnp.asarray(step) + 1
         warm = jnp.minimum(done.astype(jnp.float32) / max(self.warmup, 1), 1)
-        return warm * _value(self.rates, self.tokens_before(done), float(self.count_tokens(self.warmup)))
+        return warm * _value_at(self.rates, self.tokens_before(done), float(self.count_tokens(self.warmup)))
 
     def bias_rate(self, step: Any) -> Array:
         """Return the size of a step's change of the selection biases, float32."""
-        return _value(self.bias_rates, self.tokens_before(step))
+        return _value_at(self.bias_rates, self.tokens_before(step))
 
     def mtp_weight(self, step: Any) -> Array:
         """Return a step's factor of the multi-token prediction losses, float32; for "mtp_weight" in a batch."""
-        return _value(self.mtp_weights, self.tokens_before(step))
+        return _value_at(self.mtp_weights, self.tokens_before(step))
 
     @functools.cached_property
     def _ramp(self) -> tuple[list[int], list[int], list[int]]:
@@ -145,15 +145,15 @@ class Recipe:
         while (last := rows[-1])[1] < self.ramp:
             step, tokens, rate = last
 
-            def grown(count: int, tokens: int = tokens, rate: int = rate) -> bool:
+            def has_grown(count: int, tokens: int = tokens, rate: int = rate) -> bool:
                 return self._batch_after(tokens + count * rate) * self.sequence > rate
 
             most = int(np.ceil((self.ramp - tokens) / rate))
-            count = 1 + bisect.bisect_left(range(1, most), True, key=grown)
+            count = 1 + bisect.bisect_left(range(1, most), True, key=has_grown)
             tokens += count * rate
             rows.append((step + count, tokens, self._batch_after(tokens) * self.sequence))
-        steps, tokens_before, each = zip(*rows, strict=True)
-        return list(steps), list(tokens_before), list(each)
+        steps, tokens_before, step_tokens = zip(*rows, strict=True)
+        return list(steps), list(tokens_before), list(step_tokens)
 
     def _batch_after(self, tokens: float) -> int:
         size: float = self.batch
@@ -189,7 +189,7 @@ def v2(**changes: Any) -> Recipe:
         source="DeepSeek-V2, arXiv:2405.04434, section 3.1",
         config=configs.v2(),
         tokens=8.1e12,
-        rates=_steps(8.1e12, 2.4e-4, (0.6, 0.9)),
+        rates=_step_decay(8.1e12, 2.4e-4, (0.6, 0.9)),
         bias_rates=(Phase(8.1e12, 0.0),),
         mtp_weights=(Phase(8.1e12, 0.0),),
         balance_factor=3e-3,
@@ -205,7 +205,7 @@ def v2_lite(**changes: Any) -> Recipe:
         source="DeepSeek-V2-Lite, arXiv:2405.04434, section B.1",
         config=configs.v2_lite(),
         tokens=5.7e12,
-        rates=_steps(5.7e12, 4.2e-4, (0.8, 0.9)),
+        rates=_step_decay(5.7e12, 4.2e-4, (0.8, 0.9)),
         bias_rates=(Phase(5.7e12, 0.0),),
         mtp_weights=(Phase(5.7e12, 0.0),),
         balance_factor=1e-3,
@@ -276,23 +276,23 @@ def in_proportion(recipe: Recipe, tokens: float, rate: float, config: Config, **
     return dataclasses.replace(recipe, **(proportional | changes))
 
 
-def _steps(tokens: float, rate: float, where: tuple[float, float]) -> tuple[Phase, ...]:
+def _step_decay(tokens: float, rate: float, where: tuple[float, float]) -> tuple[Phase, ...]:
     """Return phases of ``rate``, 0.316 of it, and 0.316 of that, as in V2; ``where``: fractions of the tokens."""
     first, second = where
     return Phase(first * tokens, rate), Phase(second * tokens, 0.316 * rate), Phase(tokens, 0.316**2 * rate)
 
 
-def _rises(until: list[float], tokens: float) -> bool:
+def _is_increasing(until: list[float], tokens: float) -> bool:
     return bool(until) and until[-1] == tokens and all(np.diff([0, *until]) > 0)
 
 
-def _value(phases: Sequence[Phase], tokens: Array, begin: float = 0.0) -> Array:
+def _value_at(phases: Sequence[Phase], tokens: Array, begin: float = 0.0) -> Array:
     """Return the value after so many tokens, float32; after the last phase, the value at its end."""
     found = jnp.float32(phases[0].start)
     for phase in phases:
         end = phase.start if phase.end is None else phase.end
-        way = jnp.clip((tokens - begin) / max(phase.until - begin, 1.0), 0, 1)
-        value = end + (phase.start - end) * (1 + jnp.cos(jnp.pi * way)) / 2
+        progress = jnp.clip((tokens - begin) / max(phase.until - begin, 1.0), 0, 1)
+        value = end + (phase.start - end) * (1 + jnp.cos(jnp.pi * progress)) / 2
         found = jnp.where(tokens >= begin, value, found)
         begin = phase.until
     return found.astype(jnp.float32)

@@ -16,7 +16,7 @@ from dualpipe_jax.functional import Tree
 from models.config import Config
 from models.moe import Load
 from models.objective import inputs_ahead, live_tokens, masked_mean, targets_ahead
-from models.plan import Content
+from models.plan import StageContent
 from models.vocabulary import cross_entropy, look_up
 
 
@@ -33,7 +33,7 @@ def only_stage(params: Tree, who: str) -> Tree:
 
 
 @dataclasses.dataclass(frozen=True)
-class Runs:
+class StageFunctions:
     """Makes the functions of stages; ``axis`` is the mesh axis over which embedding and head are sharded."""
 
     config: Config
@@ -47,19 +47,19 @@ class Runs:
     balance_factor: float
     loss_block: int
 
-    def stage(self, content: Content) -> Callable[..., Out]:
+    def stage(self, content: StageContent) -> Callable[..., Out]:
         def run(own: Tree, shared: Tree, x_BSD: Array, at: At) -> Out:
             batch = at.batch
             live_BS = live_tokens(batch) if "valid" in batch else None
             if content.first:
                 x_BSD = self._embed(shared, batch["inputs"])
             for layer in content.dense:
-                x_BSD = self.dense(shared["layers"][layer], x_BSD, *_where(batch))
+                x_BSD = self.dense(shared["layers"][layer], x_BSD, *_positions_and_segments(batch))
             loads: list[Load] = []
             for slot in range(content.num_moe):
                 x_BSD, load = self._layer(own, slot, x_BSD, batch, live_BS)
                 loads.append(load)
-            out = self._ends(own, shared, x_BSD, batch, loads) if content.last else Out(x_BSD)
+            out = self._last_stage_output(own, shared, x_BSD, batch, loads) if content.last else Out(x_BSD)
             return self._with_loads(out, own, loads)
 
         return run
@@ -73,9 +73,13 @@ class Runs:
         bias_E = jax.lax.stop_gradient(own["routing"]["bias"][slot])
         # There is one table for each device of the experts' axis; index 0 is this device's own.
         copies_EX = own["routing"]["copies"][slot, 0] if "copies" in own["routing"] else None
-        return self.block(own["layers"][slot], x_BSD, bias_E, *_where(batch), live_BS, copies_EX)
+        return self.block(
+            own["layers"][slot], x_BSD, bias_E, *_positions_and_segments(batch), live_BS, copies_EX
+        )
 
-    def _ends(self, own: Tree, shared: Tree, x_BSD: Array, batch: Tree, loads: list[Load]) -> Out:
+    def _last_stage_output(
+        self, own: Tree, shared: Tree, x_BSD: Array, batch: Tree, loads: list[Load]
+    ) -> Out:
         """Return the last stage's output with its losses; append the loads of multi-token prediction to ``loads``."""
         normed_BSD = self.norm(shared["norm"], x_BSD)
         out = Out(normed_BSD)
@@ -93,7 +97,7 @@ class Runs:
         for depth in range(1, self.config.num_mtp_layers + 1):
             module = shared["mtp"][depth - 1]
             embedded_BSD = self._embed(shared, inputs_ahead(batch, depth))
-            x_BSD = self.merge({name: module[name] for name in _MERGE}, embedded_BSD, hidden_BSD)
+            x_BSD = self.merge({name: module[name] for name in _MERGE_PARAMS}, embedded_BSD, hidden_BSD)
             x_BSD, load = self._layer(own, len(loads), x_BSD, batch, live_tokens(batch, depth))
             loads.append(load)
             normed_BSD = self.norm(module["norm"], x_BSD)
@@ -147,12 +151,12 @@ class Runs:
         return out._replace(losses=losses, metrics=metrics)
 
 
-_MERGE = ("enorm", "hnorm", "eh_proj")
+_MERGE_PARAMS = ("enorm", "hnorm", "eh_proj")
 
 
 def mtp_name(depth: int) -> str:
     return f"mtp_{depth}"
 
 
-def _where(batch: Tree) -> tuple[Array | None, Array | None]:
+def _positions_and_segments(batch: Tree) -> tuple[Array | None, Array | None]:
     return batch.get("positions"), batch.get("segment_ids")

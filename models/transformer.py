@@ -23,21 +23,21 @@ from models.moe import Dispatch, Load, update_bias
 from models.objective import num_counted
 from models.params import Modules, compute_dtype_of, init_params, param_specs_of
 from models.plan import Layout, lay_out, layer_plan
-from models.stages import Runs, mtp_name
+from models.stages import StageFunctions, mtp_name
 from models.vocabulary import BLOCK
 
-_DEAR = "middle", "latents", "attended", "routing", "hidden"
+_ALWAYS_SAVED = "middle", "latents", "attended", "routing", "hidden"
 
-recompute_wide = jax.checkpoint_policies.save_only_these_names(*_DEAR)
+recompute_wide = jax.checkpoint_policies.save_only_these_names(*_ALWAYS_SAVED)
 """A policy of ``jax.checkpoint`` that keeps the arrays of a layer that are expensive and narrow.
 
 Wide arrays are computed again: heads from latents, norms, dispatched rows (which costs an all_to_all), and the hidden
 activations of a dense layer: few layers are dense, but every rank would have slots for them."""
 
-recompute_local = jax.checkpoint_policies.save_only_these_names(*_DEAR, "dispatched")
+recompute_local = jax.checkpoint_policies.save_only_these_names(*_ALWAYS_SAVED, "dispatched")
 """Like ``recompute_wide``, but rows from other devices are kept, too: nothing is sent again."""
 
-recompute_keys = jax.checkpoint_policies.save_only_these_names(*_DEAR, "dispatched", "queries")
+recompute_keys = jax.checkpoint_policies.save_only_these_names(*_ALWAYS_SAVED, "dispatched", "queries")
 """Like ``recompute_local``, but queries are kept, too: of the heads, only keys and values are computed again."""
 
 
@@ -132,18 +132,18 @@ def deepseek(
         norm=pure_nnx(lambda rngs: RMSNorm(config.dim, config.norm_eps)),
     )
 
-    def kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    def with_remat(function: Callable[..., Any]) -> Callable[..., Any]:
         return function if remat is None else jax.checkpoint(function, policy=remat)
 
     def block(weights: Tree, *args: Any) -> tuple[Array, Load]:
         x_BSD, load = modules.block.apply(weights, *args)
         return x_BSD, load if balance_factor else load._replace(balance=None)
 
-    runs = Runs(
+    functions = StageFunctions(
         config=config,
-        dense=kept(modules.dense.apply),
-        block=kept(block),
-        merge=kept(modules.merge.apply),
+        dense=with_remat(modules.dense.apply),
+        block=with_remat(block),
+        merge=with_remat(modules.merge.apply),
         norm=modules.norm.apply,
         axis=None if config.tie_embeddings else ep_axis,
         mtp_weight=mtp_weight,
@@ -151,7 +151,9 @@ def deepseek(
         balance_factor=balance_factor,
         loss_block=loss_block,
     )
-    kinds = {name: runs.stage(content) for name, content in zip(layout.kinds, layout.contents, strict=True)}
+    kinds = {
+        name: functions.stage(content) for name, content in zip(layout.kinds, layout.contents, strict=True)
+    }
 
     def weights(batch: Tree) -> dict[str, Array]:
         depths = range(1, config.num_mtp_layers + 1)

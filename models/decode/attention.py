@@ -16,7 +16,7 @@ from models.attention import Attention, softmax_scale
 from models.config import Config
 from models.decode import paged
 from models.decode.cache import Rows, read
-from models.kernels import on_this_gpu
+from models.kernels import this_gpu_kind
 from models.lazy import Lazy
 
 
@@ -90,7 +90,7 @@ def cached_attention(
         and not fresh
         and before is None
         and paged.takes(config, S, cache.shape[2])
-        and on_this_gpu(x_BSD.dtype) == "hopper"
+        and this_gpu_kind(x_BSD.dtype) == "hopper"
     ):
         out_BSHV = _absorbed_by_kernel(config, q_BSHX, cache, layer, rows, new_BSL, weights)
     else:

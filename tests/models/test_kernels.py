@@ -23,8 +23,8 @@ from dualpipe_jax.parallel.kernel_cost import sums_as_additions
 from dualpipe_jax.split import split_backward
 from models import Kernels, deepseek, tiny, v3
 from models.attention import Attend, causal_attention
-from models.cudnn import config, cudnn_attention, cudnn_takes
-from models.kernels import KERNEL_VMEM, on_this_gpu, splash_attention
+from models.cudnn import config, cudnn_attention, cudnn_supports
+from models.kernels import KERNEL_VMEM, splash_attention, this_gpu_kind
 from tests.jaxprs import named
 from tests.models.decode.small_models import random_params
 
@@ -206,7 +206,7 @@ def test_cudnn_says_what_it_does_not_take():
 @pytest.mark.parametrize("dtype, width, takes", [("bfloat16", 192, True), ("float32", 192, False),
     ("bfloat16", 20, False), ("bfloat16", 264, False)])  # fmt: skip
 def test_what_cudnn_takes(dtype, width, takes):
-    assert cudnn_takes(jax.ShapeDtypeStruct((1, 8, 2, width), dtype)) is takes
+    assert cudnn_supports(jax.ShapeDtypeStruct((1, 8, 2, width), dtype)) is takes
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_the_widths_that_cudnn_takes_are_those_of_the_gpu_to_compile_for(kind, w
     mesh = jax.sharding.AbstractMesh((2,), ("ep",), abstract_device=device)
     asked = jax.ShapeDtypeStruct((1, 8, 2, width), jnp.bfloat16)
     with jax.sharding.use_abstract_mesh(mesh):
-        assert cudnn_takes(asked) is takes
+        assert cudnn_supports(asked) is takes
         run = functools.partial(cudnn_attention, scale=0.3)
         if not takes:
             with pytest.raises(ValueError, match="on this GPU 128 at most"):
@@ -412,7 +412,7 @@ def test_groups_are_multiplied_by_the_kernels_of_the_gpu_to_compile_for(kind, wa
         (1,), ("x",), abstract_device=jax.sharding.AbstractDevice(f"NVIDIA {kind}", 100, "gpu")
     )
     with jax.sharding.use_abstract_mesh(mesh):
-        assert (on_this_gpu(jnp.bfloat16), on_this_gpu(jnp.float32)) == wanted
+        assert (this_gpu_kind(jnp.bfloat16), this_gpu_kind(jnp.float32)) == wanted
 
 
 SAYS = {

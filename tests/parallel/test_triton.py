@@ -15,7 +15,7 @@ from dualpipe_jax.inspect.target import MissingCompiler, Target
 from dualpipe_jax.parallel import triton
 from dualpipe_jax.parallel.expert_groups import grouped_matmul
 from dualpipe_jax.parallel.group_rows import group_tiles
-from models.kernels import on_this_gpu
+from models.kernels import this_gpu_kind
 from tests.jaxprs import named
 from tests.parallel import test_mosaic
 from tests.parallel.test_mosaic import CASES, arrays, check_values_and_gradients
@@ -101,7 +101,7 @@ def test_without_triton_there_is_a_word_and_another_kernel(monkeypatch):
         grouped_matmul(x, w, sizes, kernel="triton")
     device = jax.sharding.AbstractDevice("NVIDIA A100-SXM4-80GB", 108, "gpu")
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)):
-        assert on_this_gpu(jnp.bfloat16) == "old_gpu"
+        assert this_gpu_kind(jnp.bfloat16) == "old_gpu"
 
 
 @pytest.mark.slow
