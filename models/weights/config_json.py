@@ -31,7 +31,7 @@ SIZES = {
 }
 """The published name of each required whole number -> ours."""
 
-DECIDED = {
+REQUIRED_KEYS = {
     "deepseek_v3": ("routed_scaling_factor", "n_group", "topk_group", "n_shared_experts"),
     "deepseek_v2": ("routed_scaling_factor", "n_shared_experts"),
 }
@@ -44,7 +44,7 @@ NUMBERS = {
 }
 """The published name of each number that may be missing -> ours."""
 
-ONLY = {
+SUPPORTED_VALUES = {
     "hidden_act": ("silu",),
     "moe_layer_freq": (1,),
     "attention_dropout": (0, None),
@@ -87,9 +87,9 @@ def from_json(data: Mapping[str, Any]) -> Published:
     """
     wrong: list[str] = []
     values = _sizes(data, wrong) | _routing(data, wrong) | _rope(data, wrong)
-    needed = DECIDED.get(str(data.get("model_type")), ())
+    needed = REQUIRED_KEYS.get(str(data.get("model_type")), ())
     wrong += [f"{key} is missing" for key in needed if data.get(key) is None]
-    for key, allowed in ONLY.items():
+    for key, allowed in SUPPORTED_VALUES.items():
         if key in data and data[key] not in allowed:
             wrong.append(f"{key} is {data[key]!r}, must be {allowed[0]!r}")
     heads = data.get("num_key_value_heads")
@@ -273,17 +273,17 @@ def _yarn(config: Config) -> dict[str, Any] | None:
 
 
 def _fp8_block(data: Mapping[str, Any], wrong: list[str]) -> tuple[int, int] | None:
-    how = data.get("quantization_config")
-    if how is None:
+    quantization = data.get("quantization_config")
+    if quantization is None:
         return None
-    if not isinstance(how, Mapping):
-        how = {"quant_method": how}
-    block: Any = how.get("weight_block_size")
-    known = how.get("quant_method") == "fp8" and how.get("fmt", "e4m3") == "e4m3"
+    if not isinstance(quantization, Mapping):
+        quantization = {"quant_method": quantization}
+    block: Any = quantization.get("weight_block_size")
+    known = quantization.get("quant_method") == "fp8" and quantization.get("fmt", "e4m3") == "e4m3"
     whole = isinstance(block, list) and len(block) == 2 and all(isinstance(n, int) and n > 0 for n in block)
     if not (known and whole):
         wrong.append(
-            f"quantization_config is {how!r}, must be fp8 of e4m3 with a weight_block_size of two numbers"
+            f"quantization_config is {quantization!r}, must be fp8 of e4m3 with a weight_block_size of two numbers"
         )
         return None
     return block[0], block[1]

@@ -23,10 +23,17 @@ from models.weights.reading import load
 from models.weights.settings import read_settings
 from models.weights.writing import save
 
-COPIED = (*tokenizer.FILES, "generation_config.json")
+COPIED_FILES = (*tokenizer.FILES, "generation_config.json")
 """Files that are copied unchanged. None of them is code."""
 
-OWN = ("quantization_config", "rope_parameters", "torch_dtype", "dtype", "transformers_version", "auto_map")
+UNCOPIED_SETTINGS = (
+    "quantization_config",
+    "rope_parameters",
+    "torch_dtype",
+    "dtype",
+    "transformers_version",
+    "auto_map",
+)
 """Settings in ``config.json`` that describe the folder that was read, not the model, and so are not copied."""
 
 
@@ -64,7 +71,7 @@ def convert(options: Options) -> str:
         raise WeightsError(target, ["is there already"])
     published = (source / "config.json").exists()
     if published:
-        with _bar("reading") as report:
+        with _progress_bar("reading") as report:
             config, params = load(source, mtp=options.mtp, progress=report)
         settings: Mapping[str, Any] = read_settings(source / "config.json")
     else:
@@ -78,7 +85,7 @@ def convert(options: Options) -> str:
     else:
         _publish(options, config, params, settings)
     run = source.parent.parent  # the run's folder, if IN is a step of the trainer: the tokenizer lies there
-    for name in COPIED:
+    for name in COPIED_FILES:
         there = [
             folder / name
             for folder in ((source,) if published else (source, run))
@@ -105,14 +112,14 @@ def _publish(options: Options, config: Config, params: Tree, settings: Mapping[s
     )
     dtype = compute if options.dtype == "as-is" else options.dtype
     known = to_json(config, dtype)
-    extra = {key: value for key, value in settings.items() if key not in (*known, *OWN)}
+    extra = {key: value for key, value in settings.items() if key not in (*known, *UNCOPIED_SETTINGS)}
     most = round(options.file_gb * 1e9)
-    with _bar("writing") as report:
+    with _progress_bar("writing") as report:
         save(options.target, config, params, dtype=dtype, max_file_bytes=most, extra=extra, progress=report)
 
 
 @contextmanager
-def _bar(what: str) -> Iterator[Report]:
+def _progress_bar(what: str) -> Iterator[Report]:
     columns = TextColumn(what), BarColumn(), DownloadColumn(), TimeRemainingColumn()
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(what, total=None)

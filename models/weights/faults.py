@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-RAISED = "Failed to json parse", "Failed to get metadata for", "TensorStore data files not found"
+LOGGED_AND_RAISED = "Failed to json parse", "Failed to get metadata for", "TensorStore data files not found"
 """Words of the messages that Orbax logs without a traceback before it raises."""
 
 
-def reason(error: BaseException) -> str:
+def root_cause(error: BaseException) -> str:
     """Return, in one line, the type and message of the first of the exceptions that led to this one.
 
     The message is cut to 200 characters. TensorStore's account of what it opened, and how, is left out.
@@ -30,23 +30,23 @@ def reason(error: BaseException) -> str:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def silence_orbax() -> Iterator[None]:
     """Print none of the errors that Orbax also raises: tracebacks in its log, and those of reads that it abandons.
 
-    The caller reports the error itself, see ``reason``. Everything else is printed as before.
+    The caller reports the error itself, see ``root_cause``. Everything else is printed as before.
     """
     _ignore_abandoned_reads()
     logs = logging.getLogger("absl"), logging.getLogger()
     for log in logs:
-        log.addFilter(_is_news)
+        log.addFilter(_is_not_raised_again)
     try:
         yield
     finally:
         for log in logs:
-            log.removeFilter(_is_news)
+            log.removeFilter(_is_not_raised_again)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_not_raised_again(record: logging.LogRecord) -> bool:
     """Return whether a log record says more than the error that Orbax also raises.
 
     The traceback shows where the record comes from. Its ``pathname`` alone does not: a logger created before absl's
@@ -54,11 +54,11 @@ def _is_news(record: logging.LogRecord) -> bool:
     """
     error = record.exc_info[1] if record.exc_info else None
     if error is None:
-        return not any(words in str(record.msg) for words in RAISED)
+        return not any(words in str(record.msg) for words in LOGGED_AND_RAISED)
     return not any("orbax" in place for place in (record.pathname, *_files(error)))
 
 
-def _is_awaited(record: logging.LogRecord) -> bool:
+def _is_not_from_orbax(record: logging.LogRecord) -> bool:
     """Return whether asyncio's message about something that nobody awaits concerns other code than Orbax's."""
     places = [record.getMessage(), *_files(record.exc_info[1] if record.exc_info else None)]
     return not any(name in place.lower() for name in ("orbax", "tensorstore", "ocdbt") for place in places)
@@ -73,15 +73,15 @@ def _files(error: BaseException | None) -> list[str]:
 @functools.cache
 def _ignore_abandoned_reads() -> None:
     """Silence reads that nobody awaits: if one fails, Orbax does not wait for the others, which end at any time."""
-    logging.getLogger("asyncio").addFilter(_is_awaited)
+    logging.getLogger("asyncio").addFilter(_is_not_from_orbax)
     warnings.filterwarnings("ignore", "coroutine '_read_array_index.*' was never awaited", RuntimeWarning)
     before = sys.unraisablehook
 
-    def hook(found: Any) -> None:
+    def unraisable_hook(found: Any) -> None:
         files = _files(found.exc_value)
         files.append(getattr(getattr(found.object, "cr_code", None), "co_filename", ""))
         late = "Event loop is closed" in str(found.exc_value) and any("uvloop" in file for file in files)
         if not late and not any("orbax" in file for file in files):
             before(found)
 
-    sys.unraisablehook = hook
+    sys.unraisablehook = unraisable_hook

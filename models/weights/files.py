@@ -21,11 +21,11 @@ DTYPES: dict[str, Any] = {
     "F8_E4M3": ml_dtypes.float8_e4m3fn,
 }
 """The NumPy type of each type of tensor that is read, by its name in safetensors files."""
-SCALE = "_scale_inv"
+SCALE_SUFFIX = "_scale_inv"
 """The suffix that makes the name of a quantised tensor's scales from the tensor's name."""
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """The place of a tensor: its file, the position of its first byte there, its dtype and shape."""
 
     file: Path
@@ -48,7 +48,7 @@ class Folder:
 
     def __init__(self, path: Path):
         self.path = path
-        self.tensors: dict[str, Stored] = {}
+        self.tensors: dict[str, StoredTensor] = {}
         self.complaints: list[str] = []
         files = sorted(path.glob("*.safetensors"))
         if not files:
@@ -71,7 +71,7 @@ class Folder:
                 continue
             try:
                 start, end = (data + index(offset) for offset in about["data_offsets"])
-                stored = Stored(file, start, str(about["dtype"]), tuple(map(index, about["shape"])))
+                stored = StoredTensor(file, start, str(about["dtype"]), tuple(map(index, about["shape"])))
             except (KeyError, TypeError, ValueError):
                 self.complaints.append(f"{name}: {file.name} describes it as {about!r}")
                 continue
@@ -129,7 +129,7 @@ class Reader:
     Use as a context manager: it closes the files.
     """
 
-    def __init__(self, tensors: dict[str, Stored], fp8_block: tuple[int, int] | None = None):
+    def __init__(self, tensors: dict[str, StoredTensor], fp8_block: tuple[int, int] | None = None):
         self.tensors = tensors
         self.fp8_block = fp8_block
         self.num_bytes = 0
@@ -142,25 +142,25 @@ class Reader:
         while self._descriptors:
             os.close(self._descriptors.popitem()[1])
 
-    def into(self, out: np.ndarray, name: str, order: np.ndarray | None = None) -> None:
+    def read_into(self, out: np.ndarray, name: str, order: np.ndarray | None = None) -> None:
         """Write a tensor to ``out``, float32 of its shape, with its rows in the order ``order`` if that is given.
 
         A quantised tensor is multiplied by its blocks' scales; the last block of a row or column may be partial.
         """
         raw = self._raw(self.tensors[name])
-        scales = self._raw(self.tensors[name + SCALE]) if name + SCALE in self.tensors else None
+        scales = self._raw(self.tensors[name + SCALE_SUFFIX]) if name + SCALE_SUFFIX in self.tensors else None
         rows = np.arange(len(raw)) if order is None else order
-        for start in range(0, len(raw), ROWS):
-            some = slice(start, start + ROWS)
-            wide = widened(raw[some] if order is None else raw[rows[some]])
+        for start in range(0, len(raw), ROWS_AT_ONCE):
+            some = slice(start, start + ROWS_AT_ONCE)
+            wide = to_float32(raw[some] if order is None else raw[rows[some]])
             if scales is not None:
                 assert self.fp8_block is not None, "complaints_about has let it pass"
                 of_row, of_column = self.fp8_block
-                factors = np.repeat(widened(scales[rows[some] // of_row]), of_column, axis=1)
+                factors = np.repeat(to_float32(scales[rows[some] // of_row]), of_column, axis=1)
                 wide *= factors[:, : wide.shape[1]]
             out[some] = wide
 
-    def _raw(self, stored: Stored) -> np.ndarray:
+    def _raw(self, stored: StoredTensor) -> np.ndarray:
         if stored.file not in self._descriptors:
             self._descriptors[stored.file] = os.open(stored.file, os.O_RDONLY)
         raw = np.empty(stored.nbytes, np.uint8)
@@ -174,11 +174,11 @@ class Reader:
         return raw.view(DTYPES[stored.dtype]).reshape(stored.shape)
 
 
-ROWS = 64
+ROWS_AT_ONCE = 64
 """The number of rows that are converted at a time, so that even transposed they are written from a cache."""
 
 
-def widened(raw: np.ndarray) -> np.ndarray:
+def to_float32(raw: np.ndarray) -> np.ndarray:
     """Convert an array of any of ``DTYPES`` to a new array of float32, exactly."""
     if raw.dtype == ml_dtypes.bfloat16:
         # The bits of bfloat16 are the upper half of a float32: this is twice as fast as the conversion.
@@ -188,7 +188,7 @@ def widened(raw: np.ndarray) -> np.ndarray:
     return raw.astype(np.float32)
 
 
-def narrowed(wide: np.ndarray, dtype: str) -> np.ndarray:
+def from_float32(wide: np.ndarray, dtype: str) -> np.ndarray:
     """Convert float32 to "float32" or, rounded to nearest even, to "bfloat16"; the result is contiguous."""
     return np.ascontiguousarray(wide, np.float32 if dtype == "float32" else ml_dtypes.bfloat16)
 
@@ -203,7 +203,7 @@ def complaints_about(
     yield from folder.complaints
     known = set(ignored)
     for name, shape in wanted:
-        known |= {name, name + SCALE}
+        known |= {name, name + SCALE_SUFFIX}
         stored = folder.tensors.get(name)
         if stored is None:
             if not folder.named_in_complaints(name):
@@ -213,22 +213,22 @@ def complaints_about(
             yield f"{name}: {list(stored.shape)}, must be {list(shape)}"
         yield from _complaints_about_scales(folder, name, stored, fp8_block)
     for name in folder.tensors:
-        if not {name, name.removesuffix(SCALE)} & known and not name.endswith("rotary_emb.inv_freq"):
+        if not {name, name.removesuffix(SCALE_SUFFIX)} & known and not name.endswith("rotary_emb.inv_freq"):
             yield f"{name}: the model has no such tensor"
 
 
 def _complaints_about_scales(
-    folder: Folder, name: str, stored: Stored, block: tuple[int, int] | None
+    folder: Folder, name: str, stored: StoredTensor, block: tuple[int, int] | None
 ) -> Iterator[str]:
-    scales = folder.tensors.get(name + SCALE)
+    scales = folder.tensors.get(name + SCALE_SUFFIX)
     quantised = stored.dtype == "F8_E4M3"
     if quantised and block is None:
         yield f"{name}: FP8, but config.json has no quantization_config"
     elif quantised and scales is None:
-        yield f"{name}{SCALE}: missing, the scales of an FP8 tensor"
+        yield f"{name}{SCALE_SUFFIX}: missing, the scales of an FP8 tensor"
     elif quantised and block is not None and scales is not None:
         wanted = tuple(-(-n // b) for n, b in zip(stored.shape, block, strict=False))
         if scales.shape != wanted:
-            yield f"{name}{SCALE}: {list(scales.shape)}, must be {list(wanted)} for blocks of {list(block)}"
+            yield f"{name}{SCALE_SUFFIX}: {list(scales.shape)}, must be {list(wanted)} for blocks of {list(block)}"
     elif scales is not None:
-        yield f"{name}{SCALE}: scales of a tensor that is not FP8"
+        yield f"{name}{SCALE_SUFFIX}: scales of a tensor that is not FP8"

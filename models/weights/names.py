@@ -25,7 +25,9 @@ class Rotary(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One published tensor. For a layer's tensor, name and path are relative to the layer until ``_at`` prepends it.
+    """One published tensor.
+
+    For a layer's tensor, name and path are relative to the layer until ``_prefixed`` prepends it.
 
     Attributes:
       name: the published name.
@@ -55,18 +57,18 @@ def entries(config: Config, layout: Layout) -> list[Entry]:
         if routed < 0:
             found += _layer(config, layer, ("shared", "layers", layer), None)
         else:
-            found += _routed(config, layer, layout.slot_of(routed))
+            found += _expert_layer(config, layer, layout.slot_of(routed))
     found.append(Entry("model.norm.weight", ("shared", "norm", "weight"), (config.dim,)))
     if not config.tie_embeddings:
         found.append(Entry("lm_head.weight", ("shared", "lm_head", "kernel"), table, transposed=True))
     for k in range(config.num_mtp_layers):
         layer = config.num_layers + k
-        found += _at(_prediction(config), f"model.layers.{layer}.", ("shared", "mtp", k), ())
-        found += _routed(config, layer, layout.slot_of(config.num_moe_layers + k))
+        found += _prefixed(_mtp_module(config), f"model.layers.{layer}.", ("shared", "mtp", k), ())
+        found += _expert_layer(config, layer, layout.slot_of(config.num_moe_layers + k))
     return found
 
 
-def copies(config: Config) -> set[str]:
+def duplicate_names(config: Config) -> set[str]:
     """Return the names of tensors that repeat others: multi-token prediction modules share embedding and head."""
     last = range(config.num_layers, config.num_layers + config.num_mtp_layers)
     shared = {
@@ -75,7 +77,7 @@ def copies(config: Config) -> set[str]:
     return shared | ({"lm_head.weight"} if config.tie_embeddings else set())
 
 
-def _routed(config: Config, layer: int, place: tuple[int, int]) -> Iterator[Entry]:
+def _expert_layer(config: Config, layer: int, place: tuple[int, int]) -> Iterator[Entry]:
     stage, slot = place
     yield from _layer(config, layer, ("stages", "layers", slot), stage)
     if config.score == "sigmoid":
@@ -88,10 +90,10 @@ def _layer(config: Config, layer: int, path: Path, stage: int | None) -> Iterato
     norms = [_norm((name,), config.dim) for name in ("input_layernorm", "post_attention_layernorm")]
     mlp = _swiglu(("mlp",), config.dim, config.dense_hidden) if stage is None else _experts(config)
     index = () if stage is None else (stage,)
-    yield from _at([*norms, *_attention(config), *mlp], f"model.layers.{layer}.", path, index)
+    yield from _prefixed([*norms, *_attention(config), *mlp], f"model.layers.{layer}.", path, index)
 
 
-def _at(parts: Iterable[Entry], name: str, path: Path, index: tuple[int, ...]) -> Iterator[Entry]:
+def _prefixed(parts: Iterable[Entry], name: str, path: Path, index: tuple[int, ...]) -> Iterator[Entry]:
     for part in parts:
         yield part._replace(name=name + part.name, path=path + part.path, at=index + part.at)
 
@@ -150,7 +152,7 @@ def _experts(config: Config) -> Iterator[Entry]:
         yield from _swiglu(("mlp", "shared_experts"), config.dim, hidden)
 
 
-def _prediction(config: Config) -> list[Entry]:
+def _mtp_module(config: Config) -> list[Entry]:
     """List the entries of a multi-token prediction module except those of its block."""
     dim = config.dim
     return [

@@ -25,12 +25,12 @@ from models.config import Config
 from models.lazy import Lazy, lazily, read_all
 from models.transformer import deepseek
 from models.weights.errors import WeightsError
-from models.weights.faults import quiet, reason
+from models.weights.faults import root_cause, silence_orbax
 
 FORMAT = 1
 PREFIX = "params/"
 
-PROOF = "digest"
+DIGEST_KEY = "digest"
 """The name of the digest that proves all other facts in the folder's metadata. Earlier trainers wrote no digest, and
 ``write`` writes none."""
 
@@ -60,13 +60,13 @@ def write(folder: Path, config: Config, params: Tree, published: Mapping[str, An
         del leaf
     numbers = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     numbers["compute_dtype"] = jnp.dtype(config.compute_dtype).name
-    facts = {
+    metadata = {
         "format": FORMAT,
         "model": numbers,
         "arrays": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in flat.items()},
         "published": dict(published),
     }
-    ocp.save(folder.absolute(), flat, custom_metadata=facts)
+    ocp.save(folder.absolute(), flat, custom_metadata=metadata)
 
 
 Check = Callable[[Mapping[str, Any], Mapping[str, np.ndarray]], list[str]]
@@ -82,8 +82,8 @@ def read(folder: Path) -> tuple[Config, Tree, Mapping[str, Any]]:
     Raises:
       WeightsError: as ``open_lazily``, or a file cannot be read.
     """
-    config, params, facts = open_lazily(folder)
-    return config, read_all(lambda leaf: jnp.asarray(np.asarray(leaf)), params), facts.get("published", {})
+    config, params, metadata = open_lazily(folder)
+    return config, read_all(lambda leaf: jnp.asarray(np.asarray(leaf)), params), metadata.get("published", {})
 
 
 def open_lazily(folder: Path, check: Check | None = None) -> tuple[Config, Tree, Mapping[str, Any]]:
@@ -101,17 +101,17 @@ def open_lazily(folder: Path, check: Check | None = None) -> tuple[Config, Tree,
       WeightsError: there is no such folder, or it cannot be read; its metadata is not what was saved; or its arrays are
         not those of its configuration, and all that differ are listed.
     """
-    facts = _whole(folder, lambda: ocp.metadata(folder.absolute()).custom_metadata or {})
-    if not facts:
+    metadata = _read_or_raise(folder, lambda: ocp.metadata(folder.absolute()).custom_metadata or {})
+    if not metadata:
         raise WeightsError(folder, ["cannot be read: its _CHECKPOINT_METADATA says nothing of a model"])
-    if problem := altered(facts):
+    if problem := digest_mismatch(metadata):
         raise WeightsError(folder, [problem])
-    if facts.get("format") != FORMAT or "model" not in facts:
-        raise WeightsError(folder, [f"format {facts.get('format')}, must be {FORMAT}"])
-    config = _config(folder, facts["model"])
+    if metadata.get("format") != FORMAT or "model" not in metadata:
+        raise WeightsError(folder, [f"format {metadata.get('format')}, must be {FORMAT}"])
+    config = _config(folder, metadata["model"])
     model = deepseek(config, 1)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(jax.eval_shape(model.init, jax.random.key(0)))
-    stacked = any(re.match(f"{PREFIX}stages/layers/[^0-9]", name) for name in facts["arrays"])
+    stacked = any(re.match(f"{PREFIX}stages/layers/[^0-9]", name) for name in metadata["arrays"])
     wanted: dict[str, jax.ShapeDtypeStruct] = {}
     wrong = []
     for path, leaf in leaves:
@@ -121,12 +121,12 @@ def open_lazily(folder: Path, check: Check | None = None) -> tuple[Config, Tree,
         shape = leaf.shape[1:] if name.startswith("stages/") else leaf.shape
         shape = shape if layer is None else (model.layout.rows.size, *shape)
         wanted[PREFIX + name] = jax.ShapeDtypeStruct(shape, leaf.dtype)
-        there = facts["arrays"].get(PREFIX + name)
+        there = metadata["arrays"].get(PREFIX + name)
         if there != [list(shape), str(leaf.dtype)] and not layer:
             wrong.append(f"{PREFIX}{name}: {there or 'missing'}, must be {[list(shape), str(leaf.dtype)]}")
     if wrong:
         raise WeightsError(folder, wrong)
-    stored = _Arrays(folder, wanted, facts, check)
+    stored = _Arrays(folder, wanted, metadata, check)
 
     def lazy(path: Any) -> Lazy:
         name, layer = _stored(path, stacked)
@@ -137,24 +137,24 @@ def open_lazily(folder: Path, check: Check | None = None) -> tuple[Config, Tree,
         return found.expanded() if name.startswith("stages/") else found
 
     params = jax.tree.unflatten(treedef, [lazy(path) for path, _ in leaves])
-    return config, params, facts
+    return config, params, metadata
 
 
-def digest(facts: Mapping[str, Any]) -> str:
-    """Return a hash of the folder's metadata in the form of JSON, without the entry ``PROOF``."""
-    told = json.loads(json.dumps({name: value for name, value in facts.items() if name != PROOF}))
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+def digest(metadata: Mapping[str, Any]) -> str:
+    """Return a hash of the folder's metadata in the form of JSON, without the entry ``DIGEST_KEY``."""
+    entries = json.loads(json.dumps({name: value for name, value in metadata.items() if name != DIGEST_KEY}))
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
 
 
-def altered(facts: Mapping[str, Any]) -> str | None:
+def digest_mismatch(metadata: Mapping[str, Any]) -> str | None:
     """Return a complaint if the metadata is not what was saved; None if it is, or if it has no digest."""
-    found = digest(facts)
-    if facts.get(PROOF, found) == found:
+    found = digest(metadata)
+    if metadata.get(DIGEST_KEY, found) == found:
         return None
     return "what its _CHECKPOINT_METADATA says is not what was saved"
 
 
-AT_ONCE = 64 << 20
+GROUP_BYTES = 64 << 20
 """The number of bytes of arrays that are read together; a larger array is read alone."""
 
 
@@ -165,20 +165,20 @@ class _Arrays:
         self,
         folder: Path,
         wanted: Mapping[str, jax.ShapeDtypeStruct],
-        facts: Mapping[str, Any],
+        metadata: Mapping[str, Any],
         check: Check | None,
     ):
-        self._folder, self._wanted, self._facts, self._check = folder, wanted, facts, check
+        self._folder, self._wanted, self._metadata, self._check = folder, wanted, metadata, check
         self._groups: list[list[str]] = [[]]
-        room = AT_ONCE
+        room = GROUP_BYTES
         for name, array in wanted.items():
             size = math.prod(array.shape) * array.dtype.itemsize
             if size > room and self._groups[-1]:
                 self._groups.append([])
-                room = AT_ONCE
+                room = GROUP_BYTES
             self._groups[-1].append(name)
             room -= size
-        self._held: tuple[int, dict[str, np.ndarray]] = -1, {}
+        self._cached_group: tuple[int, dict[str, np.ndarray]] = -1, {}
 
     def lazy(self, name: str) -> Lazy:
         number = next(n for n, names in enumerate(self._groups) if name in names)
@@ -188,8 +188,8 @@ class _Arrays:
         )
 
     def _read(self, number: int) -> dict[str, np.ndarray]:
-        if number != self._held[0]:
-            self._held = -1, {}
+        if number != self._cached_group[0]:
+            self._cached_group = -1, {}
             # NumPy arrays ask Orbax for NumPy arrays; it looks only at their shape and dtype.
             like = {
                 name: np.broadcast_to(np.zeros((), self._wanted[name].dtype), self._wanted[name].shape)
@@ -198,19 +198,21 @@ class _Arrays:
             context = ocp.Context()
             context.pytree.loading.partial_load = True  # the trainer has the optimizer's state there too
             with context:
-                found = _whole(self._folder, lambda: ocp.load(self._folder.absolute(), abstract_state=like))
-            if self._check is not None and (wrong := self._check(self._facts, found)):
+                found = _read_or_raise(
+                    self._folder, lambda: ocp.load(self._folder.absolute(), abstract_state=like)
+                )
+            if self._check is not None and (wrong := self._check(self._metadata, found)):
                 raise WeightsError(self._folder, wrong)
-            self._held = number, found
-        return self._held[1]
+            self._cached_group = number, found
+        return self._cached_group[1]
 
 
-def _whole(folder: Path, read: Callable[[], Any]) -> Any:
-    with quiet():
+def _read_or_raise(folder: Path, read: Callable[[], Any]) -> Any:
+    with silence_orbax():
         try:
             return read()
         except Exception as error:  # an incomplete folder makes Orbax raise errors of many types
-            wrong = reason(error)
+            wrong = root_cause(error)
     if not (folder / "_CHECKPOINT_METADATA").exists():
         raise WeightsError(folder, ["neither config.json nor Orbax's files: no _CHECKPOINT_METADATA there"])
     raise WeightsError(folder, [f"cannot be read: {wrong}"])

@@ -23,7 +23,7 @@ from models.transformer import deepseek
 from models.weights.config_json import Published, from_json
 from models.weights.errors import WeightsError
 from models.weights.files import Folder, Reader, complaints_about
-from models.weights.names import Entry, copies, entries
+from models.weights.names import Entry, duplicate_names, entries
 from models.weights.settings import read_settings
 from models.weights.tree import Arrange, Leaf, Part, columns_of, leaves_of, part_of, rotary_order
 
@@ -72,12 +72,12 @@ def load(
         files.tensors[entry.name].nbytes
         for leaf, sharding in zip(leaves, shardings, strict=True)
         for part in _parts(leaf, sharding)
-        for _, entry in _within(leaf, part)
+        for _, entry in _tensors_in_part(leaf, part)
     )
     arrays = []
     with Reader(files.tensors, published.fp8_block) as reader:
         for leaf, sharding in zip(leaves, shardings, strict=True):
-            arrays.append(_filled(leaf, sharding, reader, published.rope_interleave))
+            arrays.append(_load_leaf(leaf, sharding, reader, published.rope_interleave))
             if progress:
                 progress(min(reader.num_bytes, total), total)
     return config, jax.tree.unflatten(treedef, arrays)
@@ -105,7 +105,7 @@ def open_lazily(folder: str | Path, *, mtp: bool = True) -> tuple[Config, Tree]:
             rest = leaf.shape[len(index) :]
             part = (*((n, n + 1) for n in index), *((0, size) for size in rest))
             with Reader(files.tensors, published.fp8_block) as reader:
-                return _part(leaf, part, reader, published.rope_interleave).reshape(rest)
+                return _read_part(leaf, part, reader, published.rope_interleave).reshape(rest)
 
         return Lazy(leaf.shape, np.dtype(leaf.dtype), read)
 
@@ -123,7 +123,9 @@ def inspect(folder: str | Path, *, mtp: bool = True) -> tuple[Published, Folder]
     there = dataclasses.replace(published.config, num_mtp_layers=_num_mtp(files, published.config.num_layers))
     config = there if mtp else dataclasses.replace(there, num_mtp_layers=0)
     wanted = entries(config, lay_out(config, [config.num_layers]))
-    ignored = copies(there) | {entry.name for entry in entries(there, lay_out(there, [there.num_layers]))}
+    ignored = duplicate_names(there) | {
+        entry.name for entry in entries(there, lay_out(there, [there.num_layers]))
+    }
     wrong = list(complaints_about(files, ((e.name, e.shape) for e in wanted), ignored, published.fp8_block))
     if wrong:
         raise WeightsError(path, wrong)
@@ -146,7 +148,7 @@ def _parts(leaf: Leaf, sharding: Sharding) -> dict[Part, list[jax.Device]]:
     return parts
 
 
-def _within(leaf: Leaf, part: Part) -> list[tuple[tuple[int, ...], Entry]]:
+def _tensors_in_part(leaf: Leaf, part: Part) -> list[tuple[tuple[int, ...], Entry]]:
     """List the tensors that fill a part of a leaf, each with its index in the part."""
     lead, (*_, (first, last)) = part[: leaf.num_leading], part
     found = []
@@ -159,26 +161,26 @@ def _within(leaf: Leaf, part: Part) -> list[tuple[tuple[int, ...], Entry]]:
     return found
 
 
-def _filled(leaf: Leaf, sharding: Sharding, reader: Reader, interleaved: bool) -> Array:
+def _load_leaf(leaf: Leaf, sharding: Sharding, reader: Reader, interleaved: bool) -> Array:
     arrays = []
     for part, devices in _parts(leaf, sharding).items():
-        host = _part(leaf, part, reader, interleaved)
+        host = _read_part(leaf, part, reader, interleaved)
         arrays += [jax.device_put(host, device) for device in devices]
         jax.block_until_ready(arrays)  # so that at most this part and the next one are on the host
     return jax.make_array_from_single_device_arrays(leaf.shape, sharding, arrays, dtype=leaf.dtype)
 
 
-def _part(leaf: Leaf, part: Part, reader: Reader, interleaved: bool) -> np.ndarray:
+def _read_part(leaf: Leaf, part: Part, reader: Reader, interleaved: bool) -> np.ndarray:
     host = _aligned_zeros(tuple(stop - start for start, stop in part), leaf.dtype)
     if leaf.numbers is not None:
         host[...] = leaf.numbers[slice(*part[0])]
-    for index, entry in _within(leaf, part):
+    for index, entry in _tensors_in_part(leaf, part):
         trailing = leaf.shape[leaf.num_leading :], part[leaf.num_leading :]
-        _read(host[index], entry, *trailing, reader, interleaved)
+        _read_tensor(host[index], entry, *trailing, reader, interleaved)
     return host
 
 
-def _read(
+def _read_tensor(
     out: np.ndarray, entry: Entry, shape: tuple[int, ...], part: Part, reader: Reader, interleaved: bool
 ) -> None:
     """Read one tensor into ``out``, a part of the tensor's place in a leaf.
@@ -192,7 +194,7 @@ def _read(
     width = columns.stop - columns.start
     target = out[..., columns] if whole else np.empty((*shape[:-1], width), np.float32)
     as_published = target.reshape(entry.shape[::-1] if entry.transposed else entry.shape)  # the same memory
-    reader.into(as_published.T if entry.transposed else as_published, entry.name, order)
+    reader.read_into(as_published.T if entry.transposed else as_published, entry.name, order)
     if not whole:
         *rows, (first, last) = part
         start, stop = max(first, columns.start), min(last, columns.stop)

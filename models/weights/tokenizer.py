@@ -73,12 +73,12 @@ def bytes_of(name: str, text: str) -> bytes:
         return text.encode()
     if re.fullmatch("<0x[0-9A-F]{2}>", name):  # the name of a token for a byte that no other token has
         return bytes([int(name[3:5], 16)])
-    if all(letter in _BYTES for letter in name):
-        return bytes(_BYTES[letter] for letter in name)
+    if all(letter in _BYTE_BY_LETTER for letter in name):
+        return bytes(_BYTE_BY_LETTER[letter] for letter in name)
     return text.encode()
 
 
-def _letters() -> dict[str, int]:
+def _bytes_by_letter() -> dict[str, int]:
     """Return the byte for each letter with which byte-level tokenizers write bytes.
 
     A byte that is a printing character of Latin-1 is written as that character.
@@ -92,7 +92,7 @@ def _letters() -> dict[str, int]:
     return {chr(byte): byte for byte in printing} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
-_BYTES = _letters()
+_BYTE_BY_LETTER = _bytes_by_letter()
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

@@ -73,7 +73,7 @@ def _arranged(stages: Tree, num_stages: int, arrange: Arrange | None) -> Tree:
     if arrange is not None:
         moved = arrange(moved)
 
-    def take(mark: Any) -> Leaf:
+    def moved_leaf(mark: Any) -> Leaf:
         mark = np.asarray(mark)
         source, rows = leaves[mark[0] // num_stages], mark % num_stages
         entries = {
@@ -90,7 +90,7 @@ def _arranged(stages: Tree, num_stages: int, arrange: Arrange | None) -> Tree:
             numbers=None if source.numbers is None else source.numbers[rows],
         )
 
-    return jax.tree.map(take, moved)
+    return jax.tree.map(moved_leaf, moved)
 
 
 def part_of(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> Part:

@@ -19,12 +19,12 @@ from models.config import Config
 from models.transformer import deepseek
 from models.weights.config_json import to_json
 from models.weights.errors import WeightsError
-from models.weights.files import narrowed
+from models.weights.files import from_float32
 from models.weights.names import Entry, entries
 from models.weights.reading import Progress
 from models.weights.tree import Arrange, Leaf, Part, columns_of, leaves_of, part_of
 
-BIAS = "e_score_correction_bias"
+BIAS_SUFFIX = "e_score_correction_bias"
 """The end of the selection biases' names. Biases are always float32: in bfloat16 steps of 0.001 vanish."""
 
 
@@ -68,7 +68,7 @@ def save(
     if jax.process_count() > 1:  # without this, files of other processes could already be there when we look
         multihost_utils.sync_global_devices("models.weights.save: the folder is empty")
     path.mkdir(parents=True, exist_ok=True)
-    files = _files(sources, dtype, max_file_bytes)
+    files = _pack_files(sources, dtype, max_file_bytes)
     mine = [file for file in files if file.process == jax.process_index()]
     total, done = sum(file.nbytes for file in mine), 0
     for file in mine:
@@ -100,7 +100,7 @@ class _Source:
         return self.pieces[0][0].process_index
 
     def dtype(self, wanted: str) -> str:
-        return "float32" if self.entry.name.endswith(BIAS) else wanted
+        return "float32" if self.entry.name.endswith(BIAS_SUFFIX) else wanted
 
     def nbytes(self, wanted: str) -> int:
         return math.prod(self.entry.shape) * (4 if self.dtype(wanted) == "float32" else 2)
@@ -116,7 +116,7 @@ class _Source:
                 whole[tuple(slice(*bounds) for bounds in part[lead:])] = self._piece(device, part)
             ours = whole[..., columns]
         published = self.entry.shape
-        return narrowed(
+        return from_float32(
             ours.reshape(published[::-1]).T if self.entry.transposed else ours, self.dtype(wanted)
         )
 
@@ -147,7 +147,7 @@ def _sources(
     order = {entry.name: n for n, entry in enumerate(entries(config, model.layout))}
     found: dict[str, _Source] = {}
     for leaf, array in zip(leaves, map(jnp.asarray, jax.tree.leaves(params)), strict=True):
-        held = _held(array)
+        held = _parts_by_device(array)
         for index, entry in ((index, entry) for index, there in leaf.entries.items() for entry in there):
             source = _source(entry, index, array, held)
             if source is None:
@@ -183,7 +183,7 @@ def _complaints(params: Tree, leaves: list[Leaf], treedef: Any) -> list[str]:
     return sorted(wrong)
 
 
-def _held(array: jax.Array) -> list[tuple[jax.Device, Part]]:
+def _parts_by_device(array: jax.Array) -> list[tuple[jax.Device, Part]]:
     where = array.sharding.devices_indices_map(array.shape)
     return [(device, part_of(index, array.shape)) for device, index in where.items()]
 
@@ -196,7 +196,7 @@ def _source(
     None if no process has all pieces.
     """
     lead = len(index)
-    having = [
+    holders = [
         (device, part)
         for device, part in held
         if all(start <= n < stop for n, (start, stop) in zip(index, part, strict=False))
@@ -206,23 +206,23 @@ def _source(
         return math.prod(stop - start for start, stop in part[lead:])
 
     whole = math.prod(array.shape[lead:])
-    for piece in having:
+    for piece in holders:
         if size(piece[1]) == whole:
             return _Source(entry, index, array, (piece,))
-    for process in sorted({device.process_index for device, _ in having}):
-        pieces = {part: device for device, part in having if device.process_index == process}
+    for process in sorted({device.process_index for device, _ in holders}):
+        pieces = {part: device for device, part in holders if device.process_index == process}
         if sum(map(size, pieces)) == whole:
             return _Source(entry, index, array, tuple((device, part) for part, device in pieces.items()))
     return None
 
 
-def _files(sources: list[_Source], dtype: str, most: int) -> list[_File]:
+def _pack_files(sources: list[_Source], dtype: str, max_bytes: int) -> list[_File]:
     """Pack tensors into files in their order; a file has tensors of one process only."""
     piles: list[list[_Source]] = []
     sizes: list[int] = []
     for source in sorted(sources, key=lambda source: source.process):
         nbytes = source.nbytes(dtype)
-        if not piles or piles[-1][0].process != source.process or sizes[-1] + nbytes > most:
+        if not piles or piles[-1][0].process != source.process or sizes[-1] + nbytes > max_bytes:
             piles.append([])
             sizes.append(0)
         piles[-1].append(source)

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 from models import weights
 from models.weights import WeightsError, load_tokenizer
 from models.weights.__main__ import main
-from models.weights.faults import quiet
+from models.weights.faults import silence_orbax
 from models.weights.native import read, write
 from models.weights.tokenizer import bytes_of
 from tests.models.test_weights import CONFIG, random_params
@@ -164,7 +164,7 @@ def test_of_reads_that_nobody_awaits_only_orbaxs_are_not_told(caplog):
         asyncio.gather(scope["read"](), scope["read"]())
         await asyncio.sleep(0)
 
-    with quiet():
+    with silence_orbax():
         asyncio.run(abandon("orbax/checkpoint/x.py", ""))
         asyncio.run(abandon("x.py", "DATA_LOSS [tensorstore_spec=]"))
         asyncio.run(abandon("x.py", "TensorStore({})"))
@@ -183,7 +183,7 @@ def test_tracebacks_of_orbax_are_not_told_whoever_made_its_logger(caplog, monkey
         text = f"try:\n  raise ValueError\nexcept ValueError:\n  log({words!r})"
         exec(compile(text, file, "exec"), scope)
 
-    with quiet():
+    with silence_orbax():
         log("orbax/checkpoint/x.py", "of Orbax")
         absl.logging.error("Failed to get metadata for x")
         log("x.py", "of others")

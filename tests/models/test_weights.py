@@ -153,7 +153,7 @@ def test_columns_of_two_tensors_that_are_one_matrix_of_ours(tmp_path, columns):
     gate_up = params["stages"]["layers"][0]["mlp"]["experts"]["gate_up_proj"]
     (leaf,) = (leaf for leaf in leaves if leaf.shape == gate_up.shape)
     with Reader(weights.inspect(tmp_path)[1].tensors, None) as reader:
-        got = reading._part(leaf, ((0, 1), (1, 3), (4, 16), columns), reader, True)
+        got = reading._read_part(leaf, ((0, 1), (1, 3), (4, 16), columns), reader, True)
     np.testing.assert_array_equal(got, gate_up[:, 1:3, 4:, slice(*columns)])
 
 

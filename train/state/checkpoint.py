@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import orbax.checkpoint.experimental.v1 as ocp
 from jax.sharding import SingleDeviceSharding
 
-from models.weights.faults import quiet, reason
-from models.weights.native import altered
+from models.weights.faults import root_cause, silence_orbax
+from models.weights.native import digest_mismatch
 from train.config import CheckpointConfig
 from train.errors import CheckpointError, Stopped
 from train.figures.folder import CHECKPOINTS
@@ -188,7 +188,7 @@ class Checkpoints:
         return None
 
     def __enter__(self) -> Self:
-        self._quiet.enter_context(quiet())
+        self._quiet.enter_context(silence_orbax())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -207,7 +207,7 @@ class Checkpoints:
             tempfile.TemporaryFile(dir=folder).close()
         except OSError as error:
             raise CheckpointError(f"cannot write into {folder}: {error.strerror or error}") from None
-        with quiet():
+        with silence_orbax():
             return _open_store(folder, self._config)
 
     def _expected_arrays(self, where: str, facts: Facts) -> Mapping[str, Any]:
@@ -217,10 +217,10 @@ class Checkpoints:
     def _failed(self, step: int, error: Exception) -> None:
         # The other processes do not know of the failure.
         if self._processes.count > 1:
-            raise CheckpointError(f"step {step} could not be saved: {reason(error)}") from error
+            raise CheckpointError(f"step {step} could not be saved: {root_cause(error)}") from error
         if not self._failing:
             self._say(
-                f"warning: step {step} could not be saved: {reason(error)}; training goes on, and tries again"
+                f"warning: step {step} could not be saved: {root_cause(error)}; training goes on, and tries again"
             )
         self._failing = True
         for thread in threading.enumerate():
@@ -276,7 +276,7 @@ def verify(folder: Path) -> Iterator[CheckpointStatus]:
             for name, (shape, dtype) in facts["arrays"].items()
         }
 
-    with quiet(), _open_store(found, CheckpointConfig(), clean=False) as store:
+    with silence_orbax(), _open_store(found, CheckpointConfig(), clean=False) as store:
         steps = sorted(step.step for step in store.checkpoints)
         if not steps:
             raise CheckpointError(f"--check {folder}: no whole step in {found}")
@@ -299,23 +299,23 @@ def _read(
     flat: dict[str, jax.Array] = {}
     problem: str | None
     temporary: str | None
-    with quiet():
+    with silence_orbax():
         for wait in (*READ_RETRY_WAITS_S, None):
             problem = temporary = None
             try:
                 facts = store.metadata(step).custom_metadata or {}
                 if not facts:
                     problem = "its _CHECKPOINT_METADATA says nothing about it"
-                elif (problem := altered(facts)) is None:
+                elif (problem := digest_mismatch(facts)) is None:
                     flat = store.load(step, describe(facts))
             except CheckpointError:
                 raise
             # Half a folder or a flipped bit makes Orbax raise errors of many types.
             except Exception as error:
                 if _is_temporary(error):
-                    temporary = reason(error)
+                    temporary = root_cause(error)
                 else:
-                    problem = reason(error)
+                    problem = root_cause(error)
             problem, temporary = any_problem(problem), any_problem(temporary)
             if problem is not None or temporary is None:
                 break
@@ -356,8 +356,8 @@ def _open_store(folder: Path, config: CheckpointConfig, *, clean: bool = True) -
     # One step's file is damaged; Orbax does not tell which.
     except (TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{folder}: the _CHECKPOINT_METADATA of a step is damaged: {reason(error)}; move that step out of it, the "
-            "newest one first"
+            f"{folder}: the _CHECKPOINT_METADATA of a step is damaged: {root_cause(error)}; move that step out of it, "
+            "the newest one first"
         ) from error
 
 

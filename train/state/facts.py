@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 import models
-from models.weights.native import PROOF, digest
+from models.weights.native import DIGEST_KEY, digest
 from train.config import TrainConfig
 from train.errors import CheckpointError
 from train.options import in_current_sections, options_as_dict
@@ -102,7 +102,7 @@ def step_facts(
         **({} if balance is None else {"balance": balance}),
         **({} if carried is None else {"carried": dict(carried)}),
     }
-    return found | {PROOF: digest(found)}
+    return found | {DIGEST_KEY: digest(found)}
 
 
 MUST_AGREE = {
