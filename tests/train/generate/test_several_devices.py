@@ -100,7 +100,7 @@ def test_virtual_devices_are_made_where_there_is_one(folder):
 def test_what_cannot_be_shared_out_is_refused_before_weights_are_read(
     folder, batch, capsys, monkeypatch, command, words, message
 ):
-    monkeypatch.setattr("models.weights.files.Reader.into", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("models.weights.files.Reader.read_into", lambda *_: pytest.fail("weights were read"))
     start = functools.partial(main, [str(folder), "--batch", *batch, *words])
     if command == "serve":
         start = functools.partial(serve, [str(folder), "--port", "0", *words])
