@@ -24,9 +24,10 @@ from pathlib import Path
 
 from dualpipe_jax.command.answers import Answers
 from dualpipe_jax.command.plan import Search, as_file
+from dualpipe_jax.inspect import Target
 from dualpipe_jax.pods import Plan
 from dualpipe_jax.pods.cache import Cache
-from dualpipe_jax.pods.planner import Wanted, cases, num_devices, ranked
+from dualpipe_jax.pods.planner import Wanted, cases, ranked
 from dualpipe_jax.present.table import Table
 
 SCHEDULES = "gpipe", "one_f_one_b", "zb_h1", "dualpipe", "dualpipe_v", "zb_v"
@@ -41,7 +42,7 @@ def predict(target, wanted):
         search.explore(wanted)
         cores = {
             plan: search.answers.ask(case.plan, "units", "").compiled.cores
-            for case in cases(wanted, num_devices(target))[0]
+            for case in cases(wanted, Target.parse(target).num_devices)[0]
             for plan in case.plans
         }
     for choice in search.choices:
@@ -130,7 +131,7 @@ def main():
         stashes=(None,),
     )
     predicted, measured, drifts = {}, {}, []
-    for case in cases(wanted, num_devices(target))[0]:
+    for case in cases(wanted, Target.parse(target).num_devices)[0]:
         only = dataclasses.replace(wanted, schedules=tuple(plan.schedule for plan in case.plans))
         before = predict(target, only)
         measured |= {plan: measure(choice, target, given.steps) for plan, (choice, _) in before.items()}

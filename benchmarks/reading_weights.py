@@ -112,7 +112,7 @@ def measure(folder: Path, how: str, num_devices: int) -> None:
         return watch
 
     base, began = resident(), time.process_time()
-    Reader.into = watched(Reader.into)  # type: ignore[method-assign]
+    Reader.read_into = watched(Reader.read_into)  # type: ignore[method-assign]
     jax.make_array_from_callback = watched(jax.make_array_from_callback)
     if how == "whole":
         config, params = weights.load(folder)

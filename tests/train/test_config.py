@@ -12,7 +12,7 @@ import models
 from dualpipe_jax.arguments import UnfitError
 from dualpipe_jax.inspect.compiler import IN_ORDER
 from train import config
-from train.__main__ import main, told
+from train.__main__ import main, report_error
 from train.checks import check
 from train.config import FLAGS, ConfigError, configure
 from train.model import model_config
@@ -81,9 +81,12 @@ def test_what_is_refused_while_the_step_is_traced_is_said_in_one_line(tmp_path, 
 
 def test_an_error_that_nobody_expected_is_raised(capsys):
     """A ValueError of Python's own, or of the engine's about the trainer, keeps its traceback."""
-    assert told(UnfitError("it does not fit")) == 2 and capsys.readouterr().err == "error: it does not fit\n"
+    assert (
+        report_error(UnfitError("it does not fit")) == 2
+        and capsys.readouterr().err == "error: it does not fit\n"
+    )
     with pytest.raises(ValueError, match="zip"):
-        told(ValueError("zip() argument 2 is shorter than argument 1"))
+        report_error(ValueError("zip() argument 2 is shorter than argument 1"))
 
 
 def test_options_that_cannot_be_read_exit_with_2(capsys):

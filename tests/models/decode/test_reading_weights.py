@@ -97,7 +97,7 @@ def test_no_device_ever_holds_more_than_its_part(opened, monkeypatch):
 
         return watch
 
-    monkeypatch.setattr(Reader, "into", watched(Reader.into))
+    monkeypatch.setattr(Reader, "read_into", watched(Reader.read_into))
     monkeypatch.setattr(ocp, "load", watched(ocp.load))
     monkeypatch.setattr(jax, "make_array_from_callback", watched(jax.make_array_from_callback))
     serving = Engine(model(True), opened, LIMITS, mesh=mesh())
