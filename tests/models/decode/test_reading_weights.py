@@ -139,7 +139,7 @@ def test_nothing_is_read_for_what_is_refused(tmp_path):
         ("no copy of expert 4", dict(mesh=mesh(), placement=few)),
     ):
         arguments = dict(limits=LIMITS) | how
-        with mock.patch.object(Reader, "into") as read, pytest.raises(ValueError, match=message):
+        with mock.patch.object(Reader, "read_into") as read, pytest.raises(ValueError, match=message):
             Engine(model(True), opened, **arguments)
         read.assert_not_called()
 
