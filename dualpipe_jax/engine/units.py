@@ -101,13 +101,8 @@ class TaskBuilder:
         outputs: bool,
         fuse_pairs: bool,
     ):
-        self.table, self.kinds, self.pool_layout, self.constants, self.outputs = (
-            table,
-            kinds,
-            layout,
-            constants,
-            outputs,
-        )
+        self.table, self.kinds = table, kinds
+        self.pool_layout, self.constants, self.outputs = layout, constants, outputs
         self.fuse_pairs, self.links = fuse_pairs, constants.links if fuse_pairs else None
         self._last = table.keeps.kind_of[-1]
         self._first = table.keeps.kind_of[0]
