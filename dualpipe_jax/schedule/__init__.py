@@ -1,7 +1,7 @@
 """Schedules as values: made, checked, simulated, printed and lowered with Python and NumPy alone.
 
-What draws, lowers or optimises is imported when it is first asked for; what makes, reads, checks and plays is here at
-once.
+Code that draws, lowers or optimises schedules is imported when one of its names is first used; code that
+makes, reads, checks and simulates them is imported at once.
 """
 
 import importlib
@@ -106,7 +106,7 @@ _ROOM_OF = {
     "search": "optimize.search",
     "to_chrome_trace": "formats.trace",
 }
-"""What is imported when it is first asked for."""
+"""The module, relative to this package, of each name that is imported when it is first used."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Why a rank waits, and how long each slot could have: the chains of work that a simulated step hangs on."""
+"""Why a rank waits, and how much later each slot could end: chains of dependent slots in a simulated step."""
 
 import dataclasses
 import math
@@ -15,12 +15,12 @@ _Place = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A slot of a chain, each of which could start no earlier because of the next.
+    """One slot of a chain, in which each slot could not start earlier because of the next.
 
     Attributes:
-      rank, slot, start, end: which, and when it ran.
-      sent: whether the slot before it in the chain waited for what this one sent from another rank, rather
-        than for this one to be over.
+      rank, slot, start, end: the slot, the rank that ran it, and its times.
+      sent: whether the previous slot of the chain waited for a transfer from this one on another rank, rather
+        than for this one to end on the same rank.
     """
 
     rank: int
@@ -31,17 +31,19 @@ class Link:
 
 
 def why_idle(timeline: Timeline, rank: int, time: float) -> list[Link]:
-    """What an idle rank waits for at a time: first the slot that it runs next, last what ran when it fell idle.
+    """The chain of slots for which an idle rank waits at ``time``.
+
+    It begins with the slot that the rank runs next and ends with one that ran when the rank became idle.
 
     >>> from dualpipe_jax.schedule import one_f_one_b, simulate
     >>> [f"{link.rank}:{link.slot[0]}" for link in why_idle(simulate(one_f_one_b(2, 2)), 0, 2.5)]
     ['0:0B0', '1:1B0']
 
     Returns:
-      The chain; empty if the rank works at that time, or is through.
+      The chain; empty if the rank works at that time, or has run all its slots.
 
     Raises:
-      ValueError: there is no such rank, or the time is not within the step.
+      ValueError: if there is no such rank, or the time is not within the step.
     """
     ranks, makespan = timeline.schedule.num_ranks, timeline.makespan
     if not 0 <= rank < ranks or not 0 <= time <= makespan:
@@ -62,19 +64,22 @@ def why_idle(timeline: Timeline, rank: int, time: float) -> list[Link]:
 
 
 def critical_path(timeline: Timeline) -> list[Link]:
-    """The chain that makes the step as long as it is, from its last slot back to one that waited for nothing."""
+    """The chain of slots that determines the makespan, from the step's last slot back to one that did not wait."""
     last = max(range(timeline.schedule.num_ranks), key=lambda rank: max(timeline.ends[rank], default=0.0))
     return list(_chain(timeline, (last, len(timeline.ends[last]) - 1)))
 
 
 def slack(timeline: Timeline) -> tuple[tuple[float, ...], ...]:
-    """How much later each slot could end, all orders kept, without a longer step: 0 on a critical path."""
+    """By rank and slot index, how much later each slot could end without a longer step; 0 on a critical path.
+
+    All orders stay as they are.
+    """
     latest = [[math.inf] * len(ends) for ends in timeline.ends]
     for ends, order in zip(timeline.ends, latest, strict=True):
         if ends:
             order[-1] = timeline.makespan
     places = ((r, i) for r, starts in enumerate(timeline.starts) for i in range(len(starts)))
-    # Of slots that start at once, one that takes no time may wait for another: later ends come first.
+    # Of slots with the same start, one may wait for another that takes no time: sort them by their ends, too.
     after = sorted(places, key=lambda p: (timeline.starts[p[0]][p[1]], timeline.ends[p[0]][p[1]], p[1]))
     made_at = makers(timeline.schedule.orders)
     for rank, index in reversed(after):
@@ -104,7 +109,10 @@ def _chain(timeline: Timeline, first: _Place) -> Iterator[Link]:
 def _waits(
     timeline: Timeline, made_at: dict[Value, _Place], place: _Place
 ) -> list[tuple[_Place, float, bool]]:
-    """What a slot waits for: slots, how long after their end, and whether that is a transfer; transfers first."""
+    """The slots for which a slot waits, the delay after the end of each, and whether it is a transfer.
+
+    Transfers come first.
+    """
     schedule, costs = timeline.schedule, timeline.costs
     rank, index = place
     found = []

@@ -1,4 +1,4 @@
-"""What work costs in time, and what it keeps in memory."""
+"""Cost models: the time that work takes and the memory that it keeps."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.ir import Op, Placement, Schedule, Slot
 
 HAIR = 1e-9
-"""Times, and sizes, that differ by less than this share of them are the same: sums in another order."""
+"""The relative difference up to which two times or sizes count as equal: sums in another order round differently."""
 
 
 def at_most(value: float, limit: float) -> bool:
@@ -21,7 +21,7 @@ def at_most(value: float, limit: float) -> bool:
 _NO_TIME = (0.0, 0.0, 0.0)
 
 _SHARED_OUT = "residual_i", "residual_w", "stash", "parameters"
-"""Sizes that a stage of half the layers has half of."""
+"""The sizes that are proportional to a stage's number of layers."""
 
 
 @typechecked
@@ -41,18 +41,18 @@ class CostModel:
       send: a transfer to another rank; a handover on the same rank is free.
       extra: more (F, I, W) at some stages of the model, such as the embedding and the head:
         ``{0: (0.1, 0, 0.1), -1: (0.3, 0.3, 0.3)}``. Negative stages count from the last. In a pair it adds
-        to FB: what is not a layer has nothing to overlap with. Less where negative, such as at a stage
-        with fewer layers.
-      blocking: whether a transfer keeps its sender too from its next work (as where sends are waited for),
-        or delays only the receiver.
+        to FB: work outside the layers has nothing to overlap with. Negative costs make a stage cheaper, such
+        as one with fewer layers.
+      blocking: whether a transfer also keeps its sender from its next work (as where the sender waits for the
+        send to end), or delays only the receiver.
       send_inside: a transfer to a rank of the same node, whose links are faster; ``send`` unless given.
-      ranks_per_node: number of ranks of a node; they follow each other.
+      ranks_per_node: the number of ranks of a node; the ranks of a node have consecutive numbers.
 
-    ``dataclasses.replace`` hands on the FB that was worked out; give it anew when F, I or W changes.
+    ``dataclasses.replace`` keeps the FB that was computed at first; pass FB again when F, I or W changes.
 
     Raises:
-      ValueError: if a cost is negative or not finite, an entry of ``extra`` is not three costs or takes more away
-        than a stage has, or a node has no rank.
+      ValueError: if a cost is negative or not finite, an entry of ``extra`` is not three finite costs or subtracts
+        more than a stage costs, or ``ranks_per_node`` is below 1.
     """
 
     F: float = 1.0
@@ -103,7 +103,7 @@ class CostModel:
         return tuple(map(sum, zip(*found, strict=True))) if found else _NO_TIME  # type: ignore[return-value]
 
     def transfer(self, here: int, there: int) -> float:
-        """How long what one rank makes is on its way to another; no time if it stays."""
+        """The time of a transfer from rank ``here`` to rank ``there``; 0 if they are the same."""
         if here == there:
             return 0.0
         inside = self.send_inside is not None and here // self.ranks_per_node == there // self.ranks_per_node
@@ -115,7 +115,7 @@ class CostModel:
         return max(self.send, self.send_inside or 0.0)
 
     def of(self, slot: Slot, placement: Placement) -> float:
-        """Duration of a slot: FB for a pair, else that of its one action; and what its stages cost more."""
+        """Duration of a slot: FB for a pair, else the cost of its one action, plus the extra costs of its stages."""
         cost = self.FB if len(slot) == 2 else self._alone[slot[0].op]
         if not self.extra:
             return cost
@@ -126,39 +126,39 @@ class CostModel:
         return _by_op(self.F, self.I, self.W)
 
     def divided(self, parts: float) -> Self:
-        """Costs of a stage that holds 1/parts of the layers. Sends and extras stay: their size is the same."""
+        """Costs of a stage that holds 1/parts of the layers. Sends and extras do not depend on the layers and stay."""
         f, i, w, fb = (cost / parts for cost in (self.F, self.I, self.W, self.FB))
         return dataclasses.replace(self, F=f, I=i, W=w, FB=fb)
 
     def for_schedule(self, schedule: Schedule) -> Self:
-        """Costs of the schedule's stages where these are the costs of a rank's equal share of the model."""
+        """Costs of one stage of the schedule, if these are the costs of a rank's equal share of the model."""
         return self.divided(stages_a_share(schedule.placement))
 
 
 @typechecked
 @dataclasses.dataclass(frozen=True)
 class MemoryModel:
-    """What a rank keeps for one stage, and for one microbatch at one stage, in bytes or any other unit.
+    """Memory that a rank keeps for one stage, and for one microbatch at one stage, in bytes or any other unit.
 
-    Left as it is, it counts live activations.
+    With the default sizes, it counts live activations.
 
     >>> from dualpipe_jax.schedule import MemoryModel, one_f_one_b, simulate
     >>> simulate(one_f_one_b(4, 8)).memory(MemoryModel(residual_i=2.0, parameters=10.0))
     (18.0, 16.0, 14.0, 12.0)
 
     Attributes:
-      residual_i: what only the backward for the input reads, from the start of F to the end of I or B.
-      residual_w: what the backward for the weights reads, from the start of F to the end of W or B.
-      stash: what I hands to W, from the start of I to the end of W; a full backward keeps none.
-      boundary: the stage's input, from the start of F to the end of W or B.
+      residual_i: values that only the backward for the input reads, kept from the start of F to the end of I or B.
+      residual_w: values that the backward for the weights reads, kept from the start of F to the end of W or B.
+      stash: values that I passes to W, kept from the start of I to the end of W; a full backward keeps none.
+      boundary: the stage's input, kept from the start of F to the end of W or B.
       parameters: size of one stage's weights, gradient sums and optimizer state, which a rank always keeps.
-        Counted for each stage that a rank holds, a second copy too.
+        They count for each stage that a rank holds, also where two stages hold copies of the same slice.
       extra: more (negative: fewer) parameters at some stages of the model, such as the embedding's and the head's:
         ``{0: 3e9, -1: 3e9}``. Negative stages count from the last.
-      fixed: what a rank keeps whatever the schedule.
+      fixed: memory that a rank keeps with every schedule.
 
     Raises:
-      ValueError: if a size is negative or not finite.
+      ValueError: if a size is negative or not finite, or an entry of ``extra`` is not finite.
     """
 
     residual_i: float = 1.0
@@ -176,25 +176,25 @@ class MemoryModel:
                 raise ValueError(f"MemoryModel: extra[{stage}]={more}; it must be finite")
 
     def divided(self, parts: float) -> Self:
-        """Sizes of a stage that holds 1/parts of the layers. A stage's input, and extras, stay as large."""
+        """Sizes of a stage that holds 1/parts of the layers. ``boundary``, ``extra`` and ``fixed`` stay as they are."""
         return dataclasses.replace(self, **{name: getattr(self, name) / parts for name in _SHARED_OUT})
 
     def for_schedule(self, schedule: Schedule) -> Self:
-        """Sizes of the schedule's stages where these are those of a rank's equal share of the model."""
+        """Sizes of one stage of the schedule, if these are the sizes of a rank's equal share of the model."""
         return self.divided(stages_a_share(schedule.placement))
 
     @property
     def live(self) -> float:
-        """What a microbatch keeps at a stage from F to the end of B."""
+        """The memory that a microbatch keeps at a stage from the start of F to the end of B."""
         return self.residual_i + self.residual_w + self.boundary
 
     @property
     def owed(self) -> float:
-        """The part of that which remains after I, until W."""
+        """The part of ``live`` that remains after I until the end of W."""
         return self.residual_w + self.boundary
 
     def at_rest(self, placement: Placement, rank: int) -> float:
-        """What a rank keeps when no microbatch is there."""
+        """The memory that a rank keeps when it holds no microbatch."""
         stages, depth = placement.stages_on[rank], placement.num_model_stages
         slices = [placement.model_stage(stage) for stage in stages] if self.extra else []
         more = sum(self.extra.get(at, 0.0) + self.extra.get(at - depth, 0.0) for at in slices)
@@ -202,7 +202,7 @@ class MemoryModel:
 
     @functools.cached_property
     def before_and_after(self) -> Mapping[Op, tuple[float, float]]:
-        """What an action takes when it starts, and what it gives back when it ends."""
+        """For each op, the memory that an action takes when it starts, and the memory that it frees when it ends."""
         return {
             Op.F: (self.live, 0.0),
             Op.B: (0.0, self.live),

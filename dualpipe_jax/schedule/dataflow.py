@@ -1,4 +1,4 @@
-"""What an action makes, what it needs, and how far given orders can run."""
+"""The values that an action produces and needs, and how far given orders can run."""
 
 from collections.abc import Iterable, Sequence
 from typing import Literal
@@ -6,17 +6,17 @@ from typing import Literal
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 
 Value = tuple[Literal["y", "dx"], int, int]
-"""What one action hands to another: ("y" or "dx", stage that made it, microbatch).
+"""An output of one action that another reads: ("y" or "dx", the stage that made it, microbatch).
 
 A forward makes its stage's y; a backward, full or for the input, its stage's dx.
 """
 
 Orders = Sequence[Sequence[Slot]]
-"""The slots of each rank, in order: ``Schedule.orders``, or a piece of them."""
+"""The slots of each rank, in order: ``Schedule.orders``, or a part of each order."""
 
 
 def made_by(action: Action) -> tuple[Value, ...]:
-    """The value that others may need from an action; none from a W."""
+    """The value that an action produces for others; a W produces none."""
     stage, op, microbatch = action
     return () if op is Op.W else (("y" if op is Op.F else "dx", stage, microbatch),)
 
@@ -48,8 +48,9 @@ def execution_order(
 ) -> list[tuple[int, int]]:
     """The (rank, slot index) of every slot that can run, in an order in which they can run.
 
-    A slot runs when its predecessor on the rank has run and all that it needs exists, made by slots that
-    ran before or among ``made`` from the start. Where orders hang, the slots that never run are left out.
+    A slot runs when its predecessor on the rank has run and all values that it needs exist: values of slots that
+    ran before, or those in ``made``, which exist from the start. If the orders hang, the slots that never run are
+    left out.
     """
     exists = set(made)
     waiting: dict[Value, list[int]] = {}
@@ -75,7 +76,7 @@ def execution_order(
 
 
 def order_of_all(schedule: Schedule, who: str) -> list[tuple[int, int]]:
-    """``execution_order`` of a schedule; raises ValueError in the name of ``who`` if it hangs."""
+    """``execution_order`` of a schedule; raises ValueError, with ``who`` as the caller's name, if it hangs."""
     ran = execution_order(schedule.placement, schedule.orders)
     if len(ran) < sum(map(len, schedule.orders)):
         raise ValueError(f"{who}: {schedule.name} never ends; call validate(schedule) to see why")

@@ -1,4 +1,4 @@
-"""Where two schedules part: rank by rank, in order and in time."""
+"""Where two schedules diverge: rank by rank, in order and in time."""
 
 import dataclasses
 import itertools
@@ -10,13 +10,14 @@ from dualpipe_jax.schedule.simulate import Timeline
 
 @dataclasses.dataclass(frozen=True)
 class Parting:
-    """Where one rank of two simulated steps stops doing the same.
+    """The first difference between two simulated steps on one rank.
 
     Attributes:
-      rank: which.
-      index: of the first slot that is another; None if the rank runs the same slots in the same order.
-      one, other: the slots there; None where a rank has no more.
-      time: when it first does something else, or one of two waits while the other works; None if never.
+      rank: the rank.
+      index: the index of the first slot that differs; None if the rank runs the same slots in the same order.
+      one, other: the slots at that index in the two steps; None where a step has no more slots on this rank.
+      time: the first time at which the rank does something else in the two steps, or waits in one and works in the
+        other; None if there is no such time.
     """
 
     rank: int
@@ -27,7 +28,7 @@ class Parting:
 
 
 def partings(one: Timeline, other: Timeline) -> list[Parting]:
-    """Where the two part, for each rank that does not do the same at the same times in both.
+    """The first difference of each rank that does not run the same slots at the same times in both steps.
 
     >>> from dualpipe_jax.schedule import gpipe, one_f_one_b, simulate
     >>> found = partings(simulate(gpipe(2, 3)), simulate(one_f_one_b(2, 3)))
@@ -35,8 +36,7 @@ def partings(one: Timeline, other: Timeline) -> list[Parting]:
     [(0, 2, '0F2', '0B0', 2.0), (1, 1, '1F1', '1B0', 2.0)]
 
     Raises:
-      ValueError: the schedules have other ranks, or place their stages on other ones, so that their slots say
-        different things.
+      ValueError: if the two schedules have different placements, so that their slots cannot be compared.
     """
     placements = one.schedule.placement, other.schedule.placement
     if placements[0] != placements[1]:

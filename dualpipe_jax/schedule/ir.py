@@ -1,4 +1,4 @@
-"""What a schedule is made of: operations, actions, slots, placements.
+"""The parts of a schedule: operations, actions, slots, placements.
 
 A schedule is a value. It says, for each rank, in which order that rank works on which
 (stage, microbatch); it holds no clock, no device and no array.
@@ -65,7 +65,7 @@ Slot = tuple[Action, ...]
 
 
 def spelt(slot: Slot) -> str:
-    """A slot as text, 3F0 or 7F2+0B0; what is no slot as Python prints it."""
+    """A slot as text, 3F0 or 7F2+0B0; a value that is not a tuple is printed as Python prints it."""
     return "+".join(map(str, slot)) if type(slot) is tuple else str(slot)
 
 
@@ -103,7 +103,7 @@ class Placement:
 
     @classmethod
     def linear(cls, num_ranks: int) -> "Placement":
-        """One pipe, one stage a rank: (0, 1, 2, 3)."""
+        """One pipe with one stage on each rank: (0, 1, 2, 3)."""
         return cls((tuple(range(num_ranks)),))
 
     @classmethod
@@ -119,7 +119,7 @@ class Placement:
 
     @classmethod
     def wave(cls, num_ranks: int, num_waves: int) -> "Placement":
-        """One pipe there and back several times, 2 * num_waves stages a rank: (0, 1, 1, 0, 0, 1, 1, 0)."""
+        """One pipe there and back several times, 2 * num_waves stages per rank: (0, 1, 1, 0, 0, 1, 1, 0)."""
         return cls((cls.v(num_ranks).pipes[0] * num_waves,))
 
     @classmethod
@@ -130,17 +130,17 @@ class Placement:
 
     @property
     def num_pipes(self) -> int:
-        """Chains of stages that microbatches walk."""
+        """The number of pipes: chains of stages that microbatches walk."""
         return len(self.pipes)
 
     @functools.cached_property
     def num_model_stages(self) -> int:
-        """Stages of one pipe, which is how many slices the model is cut into."""
+        """The number of stages of one pipe, which is the number of slices into which the model is cut."""
         return len(self.pipes[0])
 
     @property
     def num_stages(self) -> int:
-        """Stages of all pipes together."""
+        """The number of stages of all pipes together."""
         return self.num_pipes * self.num_model_stages
 
     @functools.cached_property
@@ -170,11 +170,11 @@ class Placement:
         return stage % self.num_model_stages
 
     def is_first(self, stage: int) -> bool:
-        """Whether microbatches enter here."""
+        """Whether microbatches enter their pipe at this stage."""
         return self.model_stage(stage) == 0
 
     def is_last(self, stage: int) -> bool:
-        """Whether microbatches end here."""
+        """Whether this stage is the last of its pipe, where the backward begins."""
         return self.model_stage(stage) == self.num_model_stages - 1
 
 
@@ -194,17 +194,17 @@ class Schedule:
     Attributes:
       name: the schedule's name, in one line.
       placement: which rank holds which stage.
-      num_microbatches: microbatches of the step, over all pipes together.
+      num_microbatches: the number of microbatches of the step, over all pipes together.
       orders: ``orders[rank]`` is the sequence of slots that the rank works through.
 
     Raises:
-      ValueError: if the name is not one line of printable characters, which terminals and files trust.
+      ValueError: if the name is not one line of printable characters, on which terminals and files rely.
     """
 
     name: str
     placement: Placement
     num_microbatches: int
-    # Long, and errors of JAX's show a Pipeline's repr.
+    # Not in the repr: orders are long, and error messages of JAX print the repr of a Pipeline.
     orders: tuple[tuple[Slot, ...], ...] = dataclasses.field(repr=False)
 
     def __post_init__(self):
@@ -221,5 +221,5 @@ class Schedule:
 
     @property
     def microbatches_per_pipe(self) -> int:
-        """Microbatches entering each pipe; pipe p's microbatch m is number ``p * this + m`` of the batch."""
+        """The number of microbatches of each pipe; microbatch m of pipe p is number ``p * this + m`` of the batch."""
         return self.num_microbatches // self.placement.num_pipes

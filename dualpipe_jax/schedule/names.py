@@ -1,4 +1,4 @@
-"""How a person's name of a schedule finds its recipe."""
+"""Find the recipe of a schedule by a name that a person typed."""
 
 import difflib
 import functools
@@ -14,14 +14,14 @@ _ALSO_CALLED = {"1f1b": "one_f_one_b", "zb1p": "zb_h1", "zb2p": "zb_h2", "wave":
 _SPELLINGS = {name.replace("_", ""): name for name in SCHEDULES} | _ALSO_CALLED
 
 _FINER = 4
-"""Stages a rank of the finer cut of recipes that take a number of them."""
+"""The number of stages on each rank in the finer variant of recipes that take that number."""
 
 
 def find(name: str) -> Callable[..., Schedule]:
-    """The recipe of a name, however it is spelt: dualpipe_v, DualPipeV, zb-h1, 1f1b.
+    """Return the recipe of a name in any case, with or without hyphens: dualpipe_v, DualPipeV, zb-h1, 1f1b.
 
     Raises:
-      ValueError: there is none; says which names are near.
+      ValueError: no schedule has this name; the message suggests similar names.
     """
     if is_known(name):
         return SCHEDULES[_SPELLINGS[_plain(name)]]
@@ -32,11 +32,17 @@ def find(name: str) -> Callable[..., Schedule]:
 
 
 def make(name: str, num_ranks: int, num_microbatches: int, finer: Mapping[str, int]) -> Schedule:
-    """The schedule of a name, cut as finely as is said, where its recipe leaves a choice.
+    """Make the schedule of a name.
+
+    Args:
+      name: the schedule's name, in any spelling that ``find`` accepts.
+      num_ranks: the number of pipeline ranks.
+      num_microbatches: the number of microbatches of the step, over all pipes together.
+      finer: further keyword arguments of the recipe, such as ``{"num_stages_per_rank": 4}``.
 
     Raises:
-      ValueError: there is none of that name, or not with these counts, or its recipe does not leave that choice; says
-        which recipes do.
+      ValueError: no schedule has this name, its recipe refuses the counts, or it does not take an argument of
+        ``finer``; the message then says which recipes do.
     """
     recipe = find(name)
     for choice in (choice for choice in finer if not takes(recipe, choice)):
@@ -47,12 +53,12 @@ def make(name: str, num_ranks: int, num_microbatches: int, finer: Mapping[str, i
 
 
 def takes(recipe: Callable[..., Schedule], choice: str) -> bool:
-    """Whether a recipe leaves the choice of that name, such as num_stages_per_rank."""
+    """Whether a recipe has a parameter named ``choice``, such as num_stages_per_rank."""
     return choice in inspect.signature(recipe).parameters
 
 
 def with_finer(recipes: Iterable[Recipe]) -> Iterator[Recipe]:
-    """Recipes, and beside each that cuts the model at will what it makes of four stages a rank."""
+    """Yield the recipes, and after each that takes ``num_stages_per_rank`` its variant with four stages per rank."""
     for recipe in recipes:
         yield recipe
         if takes(recipe, "num_stages_per_rank"):

@@ -1,4 +1,4 @@
-"""A measured step beside a simulated one: what its units cost, and which ranks and units differ most."""
+"""Compare a measured step with a simulated one: what its units cost, and which ranks and units differ most."""
 
 import dataclasses
 import math
@@ -13,22 +13,23 @@ from dualpipe_jax.schedule.ir import Action, Placement, Schedule, Slot
 from dualpipe_jax.schedule.simulate import Timeline, clock, simulate
 
 Timed = tuple[str, tuple[Action, ...], float]
-"""A unit that ran: its kind (F, B, I, W, or FB for a pair), the actions that it did, how long it took."""
+"""A unit that ran: its kind (F, B, I, W, or FB for a pair), its actions, and its duration."""
 
 _PARTS = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}
-"""The ops of F, I and W that each kind does."""
+"""For each kind, the indices of its parts in (F, I, W)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A step that ran: when each slot of a schedule did. Times are in one unit, from the first slot's start.
+    """A step that ran: the start and end of each slot. Times are in one unit, from the start of the first slot.
 
     Attributes:
-      schedule: what was run.
-      starts, ends: by rank, of each slot of its order.
+      schedule: the schedule that was run.
+      starts, ends: ``starts[rank][index]`` is the time at which slot ``orders[rank][index]`` started; ``ends``
+        likewise.
 
     Raises:
-      ValueError: a slot has no time, ends before it starts, or starts before the rank is through with the one before.
+      ValueError: a slot has no time, ends before it starts, or starts before the rank's previous slot starts.
     """
 
     schedule: Schedule
@@ -74,21 +75,22 @@ class Measured:
 
     @property
     def costs(self) -> CostModel:
-        """Costs of a stage, sends among them, that the step was played by: see ``fit`` and ``_sends``."""
+        """Costs of a stage, sends included, estimated from the measured times: see ``fit`` and ``_send``."""
         timed = [(kind_of(slot), slot, end - start) for _, slot, start, end in self.slots()]
         return dataclasses.replace(fit(timed, self.schedule.placement), send=self._send())
 
     def slots(self) -> Iterator[tuple[int, Slot, float, float]]:
-        """Rank, slot, start and end of each."""
+        """Yield the rank, slot, start and end of each slot."""
         for rank, order in enumerate(self.schedule.orders):
             for slot, start, end in zip(order, self.starts[rank], self.ends[rank], strict=True):
                 yield rank, slot, start, end
 
     def _send(self) -> float:
-        """The median time between what another rank made and the start that waited for all of its transfer.
+        """The estimated time of a transfer: from the end of a slot to the start of one on another rank that reads it.
 
-        Where ranks wait for parts of transfers only, which began before they were free, it is the least of these times:
-        some of these ranks may have waited for something else.
+        It is the median over slots whose rank was free when the transfer began, since they wait for all of it. If
+        there are none, it is the minimum over slots that waited for a part of a transfer, which began before their
+        rank was free: some of these may have waited for something else. 0 if no slot waited.
         """
         placement, orders = self.schedule.placement, self.schedule.orders
         made = {value: (rank, self.ends[rank][index]) for value, (rank, index) in makers(orders).items()}
@@ -111,13 +113,14 @@ def kind_of(slot: Slot) -> str:
 
 
 def fit(timed: Iterable[Timed], placement: Placement) -> CostModel:
-    """Costs of a stage from units that ran: medians, and what the first and the last stage take more or less.
+    """Estimate the costs of a stage from units that ran: medians, and extras of the first and the last stage.
 
-    Of kinds that did not run: a whole backward is two thirds of a pair, its two parts are halves of it, a pair gains
-    nothing. A stage in the middle is the usual one; where there is none, the quicker end is.
+    Kinds that did not run are estimated: a forward is one third and a whole backward two thirds of a pair, I and
+    W are halves of a backward, and a pair gains nothing. The usual cost is that of the stages in the middle, else
+    that of the faster end.
 
     Raises:
-      ValueError: nothing ran that tells of forwards or backwards.
+      ValueError: no unit that ran tells the cost of a forward or of a backward.
     """
     times: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     pairs: list[tuple[tuple[Action, ...], float]] = []
@@ -153,23 +156,27 @@ def _place(placement: Placement, action: Action) -> str:
 def _more(
     found: Mapping[str, Mapping[str, float]], usual: Mapping[str, float], place: str
 ) -> tuple[float, float, float]:
-    """What F, I and W take at a place beyond the usual stage; of a longer whole backward two thirds are I's."""
+    """The extra cost of F, I and W at a place over the usual stage; I gets two thirds of a longer whole backward."""
     more = {kind: by.get(place, usual[kind]) - usual[kind] for kind, by in found.items()}
     if "I" in more:
         return more.get("F", 0.0), more["I"], more.get("W", 0.0)
     backward = more.get("B", 0.0)
-    part = 2 / 3 if backward > 0 else 1 / 2  # no half of a backward may become less than nothing
+    part = 2 / 3 if backward > 0 else 1 / 2  # neither half of a backward may become negative
     return more.get("F", 0.0), part * backward, (1 - part) * backward
 
 
 def _at_most(more: tuple[float, float, float], pair: float) -> tuple[float, float, float]:
-    """No more taken away than a pair takes, in which a stage of next to nothing has less to hide."""
+    """Scale a negative extra so that it subtracts no more than a pair takes.
+
+    A stage with almost no work has an extra near -(F + I + W), but a pair takes less than F + I + W, since its
+    parts overlap.
+    """
     much = -sum(more) / pair if pair else 1.0
     return more if much <= 1 else tuple(cost / much for cost in more)  # type: ignore[return-value]
 
 
 class Unit(NamedTuple):
-    """All slots of a kind at a stage (a pair's forward's), or at a pair of stages."""
+    """All slots of one kind at one stage or, for pairs, at one forward stage and one backward stage."""
 
     kind: str
     stages: tuple[int, ...]
@@ -182,12 +189,12 @@ class Unit(NamedTuple):
 
     @property
     def difference(self) -> float:
-        """Measured beyond simulated, all together."""
+        """The measured time minus the simulated time, summed over all slots of the unit."""
         return sum(self.times) - len(self.times) * self.simulated
 
 
 class Late(NamedTuple):
-    """One slot that took longer or shorter than simulated."""
+    """The measured and the simulated duration of one slot."""
 
     rank: int
     slot: Slot
@@ -198,13 +205,13 @@ class Late(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Replay:
-    """A measured step, simulated at some costs of a stage.
+    """A measured step and its schedule, simulated with given costs of a stage.
 
     Attributes:
-      measured: the step.
-      simulated: the same schedule at the costs.
-      own: the same, each slot at the time that it took; what a measured step takes longer than this are waits that
-        neither units nor transfers explain.
+      measured: the measured step.
+      simulated: the same schedule, simulated with the costs.
+      own: the makespan of the same schedule, simulated with the measured duration of each slot. Neither units nor
+        transfers explain the time that a measured step takes beyond this.
     """
 
     measured: Measured
@@ -213,7 +220,7 @@ class Replay:
 
     @property
     def units(self) -> tuple[Unit, ...]:
-        """Kinds of units by stage, those first that differ most, all their slots together."""
+        """Kinds of units by stage, those first whose slots together differ most from the simulation."""
         placement, costs = self.simulated.schedule.placement, self.simulated.costs
         times: dict[Slot, list[float]] = defaultdict(list)
         for _, slot, start, end in self.measured.slots():
@@ -226,7 +233,7 @@ class Replay:
 
     @property
     def slots(self) -> tuple[Late, ...]:
-        """Slots, those first that differ most."""
+        """All slots, those first whose durations differ most from the simulation."""
         placement, costs = self.simulated.schedule.placement, self.simulated.costs
         late = [
             Late(rank, slot, start, end - start, costs.of(slot, placement))
@@ -236,13 +243,13 @@ class Replay:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks, those first whose work differs most."""
+        """All ranks, those first whose busy time differs most from the simulation."""
         apart = [abs(one - other) for one, other in zip(self.measured.busy, self.simulated.busy, strict=True)]
         return tuple(sorted(range(len(apart)), key=lambda rank: -apart[rank]))
 
 
 def replay(measured: Measured, costs: CostModel | None = None) -> Replay:
-    """Play a measured step's schedule at costs of a stage; its own medians and sends if left out.
+    """Simulate a measured step's schedule with costs of a stage; by default those estimated from the step itself.
 
     >>> from dualpipe_jax.schedule import one_f_one_b
     >>> ran = simulate(one_f_one_b(2, 4), CostModel(2, 3, 1, send=0.5))

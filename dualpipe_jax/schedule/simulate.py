@@ -1,4 +1,4 @@
-"""Play a schedule against costs: who waits, for how long, and what is live meanwhile."""
+"""Simulate a schedule with given costs: which ranks wait, for how long, and what is live meanwhile."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """When everything happened in a simulated step. All tuples are indexed by rank.
+    """The start and end of every slot of a simulated step. All tuples are indexed by rank.
 
     >>> from dualpipe_jax.schedule import one_f_one_b, simulate
     >>> timeline = simulate(one_f_one_b(2, 3))
@@ -40,7 +40,7 @@ class Timeline:
 
     @functools.cached_property
     def makespan(self) -> float:
-        """When the last slot of all ended."""
+        """The end of the last slot of all ranks."""
         return max((ends[-1] for ends in self.ends if ends), default=0.0)
 
     @functools.cached_property
@@ -63,26 +63,29 @@ class Timeline:
 
     @functools.cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """The most (stage, microbatch) pairs live at once, each from the start of its F to the end of its I or B."""
+        """The most (stage, microbatch) pairs live at once on each rank, from the start of F to the end of I or B."""
         return self._most_of(MemoryModel(residual_i=1))
 
     @functools.cached_property
     def peak_weight_stashes(self) -> tuple[int, ...]:
-        """The most weight gradients owed at once, each from an I to the end of its W; a full backward owes none."""
+        """The most weight gradients owed at once on each rank, each from an I to the end of its W.
+
+        A full backward owes none.
+        """
         return self._most_of(MemoryModel(residual_i=0, stash=1))
 
     @functools.cached_property
     def peak_inputs(self) -> tuple[int, ...]:
-        """The most (stage, microbatch) pairs whose inputs are kept, each from the start of F to the end of B or W."""
+        """The most stage inputs kept at once on each rank, each from the start of F to the end of B or W."""
         return self._most_of(MemoryModel(residual_i=0, boundary=1))
 
     def _most_of(self, counted: MemoryModel) -> tuple[int, ...]:
         return tuple(map(int, self.memory(counted)))
 
     def memory(self, sizes: MemoryModel | None = None) -> tuple[float, ...]:
-        """The most that each rank keeps at once; with no sizes given, its most live activations."""
+        """The most memory that each rank keeps at once, in the unit of ``sizes``; by default, its live activations."""
         sizes = MemoryModel() if sizes is None else sizes
-        # What slots take does not matter: a rank runs them one after the other.
+        # Durations do not matter: a rank runs its slots one after the other.
         return tuple(
             _most(sizes.at_rest(self.schedule.placement, rank), order, sizes)
             for rank, order in enumerate(self.schedule.orders)
@@ -91,10 +94,10 @@ class Timeline:
     def memory_over_time(
         self, rank: int, sizes: MemoryModel | None = None
     ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """When what a rank keeps changes, and how much it is from then on.
+        """The times at which a rank's memory changes, and its size from each of them on.
 
         Returns (times, kept), of the same length: times ascend from 0, where the step starts with the
-        parameters alone.
+        memory of ``MemoryModel.at_rest`` alone.
         """
         sizes = MemoryModel() if sizes is None else sizes
         kept = sizes.at_rest(self.schedule.placement, rank)
@@ -119,7 +122,7 @@ def _most(kept: float, order: Sequence[Slot], sizes: MemoryModel) -> float:
 
 
 def _changes(order: Sequence[Slot], sizes: MemoryModel) -> Iterator[tuple[float, float]]:
-    """What each slot takes when it starts, and what it gives back when it ends."""
+    """For each slot, the memory that it takes when it starts, and the memory that it frees when it ends."""
     by_op = sizes.before_and_after
     for slot in order:
         taken, freed = by_op[slot[0].op]
@@ -145,7 +148,7 @@ def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
       costs: durations; all 1, a pair 3, when left out.
 
     Raises:
-      ValueError: if the schedule hangs, ``validate`` says where and why; or if its time is no finite number.
+      ValueError: if the schedule hangs (``validate`` says where and why), or if its makespan is not finite.
     """
     costs = CostModel() if costs is None else costs
     ran = order_of_all(schedule, "simulate")
@@ -161,11 +164,11 @@ def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
 def jittered(
     schedule: Schedule, costs: CostModel | None = None, jitter: float = 0.1, runs: int = 200, seed: int = 0
 ) -> "np.ndarray":
-    """Makespans [runs], in ascending order, where the time of each slot varies and the orders stay as they are.
+    """Makespans, float64 [runs], ascending, where the time of each slot varies and the orders stay as they are.
 
-    Every slot of every run is longer or shorter by a factor of its own, log-normal with mean 1 and standard
-    deviation ``jitter``. Transfers take what they take. Schedules played with the same seed and shape see the
-    same luck.
+    The duration of every slot in every run has a random factor of its own, log-normal with mean 1 and standard
+    deviation ``jitter``. Transfer times do not vary. Schedules of the same shape with the same seed get the
+    same factors.
 
     >>> from dualpipe_jax.schedule import gpipe
     >>> spread = jittered(gpipe(4, 8), jitter=0.1)
@@ -173,7 +176,7 @@ def jittered(
     True
 
     Raises:
-      ValueError: if ``jitter`` is negative or not finite, there are no runs, or the schedule hangs.
+      ValueError: if ``jitter`` is negative or not finite, ``runs`` is below 1, or the schedule hangs.
     """
     if not (math.isfinite(jitter) and jitter >= 0) or runs < 1:
         raise ValueError(
@@ -203,10 +206,10 @@ def clock(
     vary: Callable[[float], Any] = float,
     latest: Callable[[Any, Any], Any] = max,
 ) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Start and end of the slots that ``execution_order`` found to run; what was ``made`` is there at 0.
+    """Start and end of the slots ``ran``, as ``execution_order`` returns them; the values ``made`` exist at time 0.
 
-    Times are what ``vary`` makes of a slot's cost and ``latest`` takes the later of: numbers, or arrays of
-    many runs at once.
+    ``vary`` turns a slot's cost into its duration, and ``latest`` returns the later of two times. Times may be
+    numbers, or arrays with one entry for each of many runs.
     """
     starts: list[list[Any]] = [[] for _ in orders]
     ends: list[list[Any]] = [[] for _ in orders]
@@ -223,21 +226,23 @@ def clock(
             for value in made_by(action):
                 made_at[value] = end
         if costs.blocking:
-            free_at[rank] = end + send_hold(placement, slot, costs)  # not in place: an array is the end, too
+            free_at[rank] = end + send_hold(
+                placement, slot, costs
+            )  # not in place: ``end`` may be the same array
         starts[rank].append(start)
         ends[rank].append(end)
     return starts, ends
 
 
 def send_hold(placement: Placement, slot: Slot, costs: CostModel) -> float:
-    """How long a slot's sends keep its rank from the next: where they block, the longest, for they go side by side."""
+    """How long a slot's blocking sends keep its rank from the next slot: as long as the longest of them."""
     if not costs.blocking:
         return 0.0
     return max(costs.transfer(placement.rank_of[action.stage], sent_to(placement, action)) for action in slot)
 
 
 def sent_to(placement: Placement, action: Action) -> int:
-    """The rank that reads what an action makes: its own, if nobody else does."""
+    """The rank that reads the output of an action: its own rank if no other stage reads it."""
     stage, op, _ = action
     if op is Op.W or (placement.is_last(stage) if op is Op.F else placement.is_first(stage)):
         return placement.rank_of[stage]

@@ -1,4 +1,4 @@
-"""Is a schedule one that computes the gradients, and ends?"""
+"""Check that a schedule computes all gradients and does not hang."""
 
 import collections
 import itertools
@@ -20,7 +20,7 @@ _Where = dict[Action, int]
 """The slot of each action on one rank."""
 
 _Circle = dict[int, tuple[int, int]]
-"""Ranks that wait for each other: for each, the rank and the slot that it waits for, in a ring."""
+"""Ranks that wait for each other in a ring: for each, the rank and the index of the slot that it waits for."""
 
 
 class ScheduleError(ValueError):
@@ -76,7 +76,7 @@ def _check_counts(schedule: Schedule) -> None:
 
 
 def _check_slots(schedule: Schedule, rank: int) -> _Where:
-    """Look at each slot of a rank by itself, then at what stood before it; return where everything is."""
+    """Check each slot of a rank by itself, then against earlier slots; return the slot index of each action."""
     placement = schedule.placement
     here, known = set(placement.stages_on[rank]), range(schedule.microbatches_per_pipe)
     where: _Where = {}
@@ -139,7 +139,7 @@ def _check_complete(schedule: Schedule, rank: int, where: _Where) -> None:
     ops = collections.Counter(action.op for action in where)
     due = len(schedule.placement.stages_on[rank]) * schedule.microbatches_per_pipe
     if ops[Op.F] == ops[Op.B] + ops[Op.I] == due and ops[Op.I] == ops[Op.W]:
-        return  # B rules out I and W, and nothing is there twice: so nothing is missing
+        return  # B rules out I and W, and no action occurs twice: so nothing is missing
     for stage in schedule.placement.stages_on[rank]:
         for microbatch in range(schedule.microbatches_per_pipe):
             f, b, i, w = (Action(stage, op, microbatch) for op in (Op.F, Op.B, Op.I, Op.W))
@@ -154,7 +154,7 @@ def _check_complete(schedule: Schedule, rank: int, where: _Where) -> None:
 
 
 def _check_rank_order(schedule: Schedule, rank: int, where: _Where) -> None:
-    """What one rank does for one microbatch must go forward through its pipe, then back."""
+    """Check that each rank runs the actions of a microbatch forward through its pipe, then back."""
     placement = schedule.placement
     turn = 2 * placement.num_model_stages - 1
     pipe_and_depth = {s: (placement.pipe_of(s), placement.model_stage(s)) for s in placement.stages_on[rank]}
@@ -176,7 +176,7 @@ def _check_rank_order(schedule: Schedule, rank: int, where: _Where) -> None:
 
 
 def _check_ends(schedule: Schedule) -> None:
-    """Find the knot, if any: a circle of ranks each of which waits for a later slot of the next."""
+    """Refuse a deadlock: a cycle of ranks, each of which waits for a later slot of the next."""
     placement, orders = schedule.placement, schedule.orders
     ran = execution_order(placement, orders)
     if len(ran) == sum(map(len, orders)):
@@ -193,7 +193,7 @@ def _check_ends(schedule: Schedule) -> None:
         value = next(v for action in slot for v in needed_by(placement, action) if v not in made)
         circle[rank] = made_at[value]
         rank = circle[rank][0]
-    while next(iter(circle)) != rank:  # those that lead to the knot only wait for it
+    while next(iter(circle)) != rank:  # ranks that only lead into the cycle are not part of it
         del circle[next(iter(circle))]
     late = dict(circle.values())
     culprit = min(circle, key=lambda rank: _blame(schedule, at, made, rank, late[rank]))
@@ -203,11 +203,12 @@ def _check_ends(schedule: Schedule) -> None:
 def _blame(
     schedule: Schedule, at: list[int], made: set[Value], rank: int, late: int
 ) -> tuple[bool, int, float]:
-    """Sort key: the rank with the least is at fault. Does it keep the microbatches of a stage in sequence?
+    """A sort key for the ranks of a deadlock: the rank with the least key is reported as the one at fault.
 
-    Then, what is left of the trouble if it alone gives way: slots that still hang, length of what runs.
-    Tried on a window of slots from where all are stuck: the slot that the rank is stuck at and the one that
-    the others wait for trade places, or either moves past the other.
+    The key is (whether the rank keeps the microbatches of each stage in sequence, slots that still hang if this
+    rank alone is corrected, makespan of the slots that then run). Corrections are tried on a window of slots that
+    begins where all ranks are stuck: the slot at which the rank is stuck and the slot for which the others wait
+    change places, or one of the two moves past the other.
     """
     length, late = 4 * len(at) + late - at[rank], late - at[rank]
     window = [list(order[i : i + length]) for order, i in zip(schedule.orders, at, strict=True)]
