@@ -1,4 +1,4 @@
-"""Tables with only some units left: programs that compile in a fraction of the time, to be looked at."""
+"""Tables with only some units left: their programs compile in a fraction of the time and can be inspected."""
 
 import dataclasses
 from collections.abc import Collection, Sequence
@@ -11,18 +11,18 @@ from dualpipe_jax.schedule.lowering.table import OPS, TickTable
 def units_alone(
     table: TickTable, ops: Collection[str] = ("FB",), kinds: Sequence[int] | None = None
 ) -> TickTable:
-    """A table with nothing left in it but some of its units: of each op the one that runs most often.
+    """The table with only one unit of each op left: the one that runs most often.
 
-    The engine's program of it holds each of these units once, exactly as the whole table's does, with the same
-    pools. What it computes is of no use.
+    The engine's program of it holds each of these units once, exactly as the whole table's program does, with the
+    same pools. The values that it computes are meaningless.
 
     Arguments:
-      table: any.
-      ops: of "F", "B", "I", "W" and "FB", an overlapped pair.
-      kinds: one unit of each op for every kind of stage (for a pair: two kinds) that it works on; of kinds of which
-        this has the same number one stands for all. None: one of each op.
+      table: any lowered schedule.
+      ops: the ops to keep, among "F", "B", "I", "W" and "FB", an overlapped pair.
+      kinds: a number for each kind of stage; one unit of each op is kept for every number (of a pair: every two
+        numbers) that it works on, so kinds with the same number share one unit. None: one unit of each op.
 
-    Raises ValueError for an op that there is not, or that the schedule runs nowhere.
+    Raises ValueError for an op that does not exist, or that the schedule never runs.
     """
     _check(table, ops)
     counts = table.counts()
@@ -40,11 +40,11 @@ def units_alone(
 
 
 def unit_everywhere(table: TickTable, number: int) -> np.ndarray:
-    """One tick, int32 [ranks, columns], in which all ranks run a unit that run it anywhere, and the others nothing.
+    """One tick, int32 [ranks, columns]: every rank that ever runs the unit runs it, and the others run nothing.
 
     Arguments:
-      table: any.
-      number: of the unit; -1: no rank runs any.
+      table: any lowered schedule.
+      number: the number of the unit; -1: no rank runs a unit.
 
     Raises ValueError for a number that no rank runs.
     """
@@ -58,11 +58,11 @@ def unit_everywhere(table: TickTable, number: int) -> np.ndarray:
 
 
 def opening(table: TickTable) -> np.ndarray:
-    """Ticks, int32 [ticks, ranks, columns], after which every unit finds in its slots what units left there.
+    """Ticks, int32 [ticks, ranks, columns], after which every unit reads slots that other units have filled.
 
-    They are the schedule's first, until each rank has done a backward of each of its stages: about then most
-    microbatches are on their way that ever are. Then come all units, each once, in the order of the schedule: an I
-    that runs late only fills its stash, for a W.
+    They are the schedule's first ticks, until each rank has run a backward of each of its stages: about then the
+    number of microbatches under way is at its largest. Then all units run, each once, in the order in which they
+    first occur in the schedule: an I that runs this late only fills its stash, for a W.
     """
     units = table.column("unit")
     backward = np.array([-1 if unit.backward is None else unit.backward.local for unit in table.units] + [-1])

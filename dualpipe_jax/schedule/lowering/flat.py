@@ -15,8 +15,8 @@ from dualpipe_jax.schedule.ir import Op, Schedule
 class Channel:
     """One collective permute of the tick: a payload and the (source rank, destination rank) pairs it serves.
 
-    ``payload`` is "y" (a forward's output) or "dx" (a backward's). Every rank sends what it last
-    produced on all channels of that payload; the receiver's table says whether it wants it.
+    ``payload`` is "y" (a forward's output) or "dx" (a backward's). In a tick, every rank sends
+    its output of the tick before on all channels of that payload; the receiver's table says whether it stores it.
     """
 
     payload: Literal["y", "dx"]
@@ -24,7 +24,7 @@ class Channel:
 
     @property
     def pool(self) -> Literal["x", "dy"]:
-        """The pool into which the receiver puts what it brings."""
+        """The pool into which the receiver writes the values of this channel."""
         return "x" if self.payload == "y" else "dy"
 
 
@@ -35,14 +35,15 @@ class Flat:
     A value is a (stage, microbatch of its pipe), numbered ``stage * microbatches_per_pipe + microbatch``.
 
     Attributes:
-      schedule: what was flattened.
-      rank: of each slot.
-      begin: index of each rank's first slot; one more entry for the end.
+      schedule: the schedule that was flattened.
+      rank: the rank of each slot.
+      begin: the index of each rank's first slot, and a last entry with the number of slots.
       f, b, i, w: the value that the slot's F, B, I, W works on, or -1.
       f_slot, g_slot, w_slot: for each value the slot of its F, of its B or I, of its W, or -1.
-      f_source, g_source: for each value that which its F, or its B or I, takes in from another stage, or -1.
-      f_needs, g_needs: the slot that computes what the slot's F, or its B or I, takes in from another
-        stage, or -1.
+      f_source, g_source: for each value, the value whose output its F, or its B or I, reads from another stage,
+        or -1.
+      f_needs, g_needs: for each slot, the slot that computes the output which its F, or its B or I, reads from
+        another stage, or -1.
     """
 
     schedule: Schedule
@@ -69,13 +70,13 @@ class Flat:
         return (self.f >= 0) & (self.b >= 0)
 
     def costs(self, costs: CostModel) -> np.ndarray:
-        """What each slot costs."""
+        """The duration of each slot, in the unit of ``costs``."""
         placement, orders = self.schedule.placement, self.schedule.orders
         return np.array([costs.of(slot, placement) for slot in itertools.chain.from_iterable(orders)])
 
 
 def flatten(schedule: Schedule) -> Flat:
-    """Number the slots and link each to those whose outputs it takes in."""
+    """Number the slots and link each to the slots whose outputs it reads."""
     placement, per_pipe = schedule.placement, schedule.microbatches_per_pipe
     begin = np.cumsum([0, *(len(order) for order in schedule.orders)])
     num_slots, num_values = int(begin[-1]), placement.num_stages * per_pipe
@@ -119,7 +120,7 @@ def flatten(schedule: Schedule) -> Flat:
 
 
 def channels(schedule: Schedule) -> tuple[Channel, ...]:
-    """The permutes of a tick: those that some stage boundary needs, by payload and distance between ranks."""
+    """The permutes of a tick, one for each payload and distance between ranks that some stage boundary needs."""
     placement = schedule.placement
     backward = any(action.op is not Op.F for order in schedule.orders for slot in order for action in slot)
     found: dict[tuple[Literal["y", "dx"], int], set[tuple[int, int]]] = {}
@@ -134,7 +135,7 @@ def channels(schedule: Schedule) -> tuple[Channel, ...]:
 
 
 def topological(flat: Flat) -> list[int]:
-    """The slots in an order in which every slot comes after what it needs.
+    """The slots in an order in which every slot comes after the slots that it needs.
 
     Raises ValueError if the schedule hangs.
     """

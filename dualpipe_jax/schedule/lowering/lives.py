@@ -1,4 +1,4 @@
-"""When each value of a placed schedule lives, and in which slot."""
+"""The lifetime of each value of a placed schedule, and the slot in which it is stored."""
 
 import heapq
 
@@ -8,11 +8,11 @@ from dualpipe_jax.schedule.lowering.flat import Flat
 from dualpipe_jax.schedule.lowering.table import OPS, Keeps, Stand, Unit
 
 _MOMENTS = 2
-"""To a tick: its unit, then the arrivals."""
+"""The number of moments of a tick: at the first its unit runs, at the second arrivals are written."""
 
 
 class Values:
-    """Every (stage, microbatch) of a placed schedule: where it belongs and when it is worked on."""
+    """Every (stage, microbatch) of a placed schedule: its rank, its stage, and the moments of its units."""
 
     def __init__(self, flat: Flat, ticks: np.ndarray, keeps: Keeps):
         placement, per_pipe = flat.schedule.placement, flat.schedule.microbatches_per_pipe
@@ -34,7 +34,7 @@ class Values:
         self.w = np.where(self.split, moment(flat.w_slot), self.g)
 
     def units(self) -> tuple[tuple[Unit, ...], np.ndarray]:
-        """All units, in a stable order, and the number of each slot's."""
+        """All units in a stable order, and an int32 array [slots] with the number of each slot's unit."""
         flat = self._flat
 
         def stands(values: np.ndarray) -> list[Stand | None]:
@@ -54,7 +54,7 @@ class Values:
         return tuple(units), np.array([numbers[unit] for unit in found], np.int32)
 
     def lives(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """First and last moment of each value in each pool; -1 where it is never there."""
+        """For each pool, the first and the last moment of each value; the first is -1 if it is never in the pool."""
         keeps, back = self._keeps, self.g >= 0
         ends = {"F": self.f, "I": np.maximum(self.f, self.g), "W": np.maximum(self.f, self.w)}
         x_end = np.choose(self.kind, [ends[letter] for letter in keeps.keep_input])
@@ -74,7 +74,7 @@ class Values:
         return lives
 
     def slots(self) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-        """For each pool the slot of each value, and the number of slots; of "x" and "dy" one more, the bin."""
+        """For each pool, the slot of each value, and the number of slots; "x" and "dy" have one more, the bin."""
         slot_of, num_slots = {}, {}
         for pool, (start, end) in self.lives().items():
             slot_of[pool], num_slots[pool] = colour(self.rank, start, end)
@@ -83,13 +83,19 @@ class Values:
         return slot_of, num_slots
 
     def _received(self, produced: np.ndarray, source: np.ndarray) -> np.ndarray:
-        """When another stage's output is written: on the same rank at once, else a tick later, at its end."""
+        """The moment at which another stage's output is written.
+
+        That is at once on the same rank, else at the end of the next tick.
+        """
         late = (produced[source] // _MOMENTS + 2) * _MOMENTS - 1
         return np.where(self.rank[source] == self.rank, produced[source], late)
 
 
 def colour(rank: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, int]:
-    """Give intervals of a rank that share a moment different slots, with as few slots as can be."""
+    """Give intervals that share a moment on one rank different slots, with as few slots as possible.
+
+    Returns the slot of each interval (0 where its start is -1), and the number of slots.
+    """
     slots, most = np.zeros(len(start), np.int64), 0
     order = np.flatnonzero(start >= 0)
     order = order[np.lexsort((start[order], rank[order]))]

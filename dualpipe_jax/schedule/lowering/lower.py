@@ -1,4 +1,4 @@
-"""From a schedule to the integer arrays that the engine's scan reads."""
+"""Lower a schedule to the integer arrays that the engine's scan reads."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from dualpipe_jax.schedule.lowering.ticks import place
 def lower(schedule: Schedule, costs: CostModel | None = None, keeps: Keeps | None = None) -> TickTable:
     """Place a schedule's slots on ticks and its values in slots.
 
-    The placement is the one that ends soonest under ``costs`` of those tried; it never changes the order
+    Of several placements on ticks, the one that ends soonest under ``costs`` is taken; none changes the order
     in which a rank works. Raises ValueError when the ranks of the schedule wait for each other.
 
     >>> from dualpipe_jax.schedule import lower, zb_h1
@@ -28,9 +28,9 @@ def lower(schedule: Schedule, costs: CostModel | None = None, keeps: Keeps | Non
     [[0, 0, -1, -1, -1, 1, 2, 1, 2], [-1, -1, 0, 1, 0, 1, 2, 2, -1]]
 
     Arguments:
-      schedule: any that ``validate`` accepts.
-      costs: durations by which ticks are placed; all 1, a pair 3, when left out.
-      keeps: what stages keep; None: all of one kind, which reads its input to the end.
+      schedule: any schedule that ``validate`` accepts.
+      costs: the costs of a stage, by which slots are placed on ticks; all 1, a pair 3, when left out.
+      keeps: the values that stages keep; None: all stages are of one kind, which keeps its input until its W.
     """
     flat = flatten(schedule)
     keeps = keeps or Keeps.alike(schedule.placement.num_model_stages)
@@ -38,7 +38,7 @@ def lower(schedule: Schedule, costs: CostModel | None = None, keeps: Keeps | Non
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The same schedule with nothing but its forwards, each rank's in their order."""
+    """The schedule with only its forwards, in the same order on each rank."""
     orders = tuple(
         tuple((action,) for slot in order for action in slot if action.op is Op.F)
         for order in schedule.orders
@@ -47,7 +47,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 def tabulate(flat: Flat, ticks: np.ndarray, keeps: Keeps) -> TickTable:
-    """The table of a placement: ``ticks`` holds the tick of each slot of ``flat``, one slot a tick."""
+    """The table of a placement: ``ticks`` holds the tick of each slot of ``flat``, one slot per rank and tick."""
     schedule, permutes, values = flat.schedule, channels(flat.schedule), Values(flat, ticks, keeps)
     filled = [name for name, lives in keeps.pools.items() if set(lives.values()) != {"IW"}]
     slot_of, num_slots = values.slots()

@@ -1,8 +1,8 @@
-"""Which tick does each slot of a schedule run in?
+"""Choose the tick in which each slot of a schedule runs.
 
-A rank may start tick t + 1 once its neighbours have started tick t and what they sent then has arrived,
-whether it needs that or not. So ticks tie ranks together more than the data does, and a slot in too late
-a tick waits for a neighbour's slot that it has nothing to do with. Placing is choosing an integer tick(s)
+A rank may start tick t + 1 once its neighbours have started tick t and the values that they sent then have
+arrived, whether it needs them or not. So ticks tie ranks together more than the data does, and a slot in too late
+a tick waits for a slot of a neighbour on which it does not depend. Placing is choosing an integer tick(s)
 for each slot s such that the table ends when the event-driven timeline of the schedule ends:
 
   order      tick(next) >= tick(s) + 1 on the same rank
@@ -28,16 +28,16 @@ from dualpipe_jax.schedule.costs import HAIR, CostModel
 from dualpipe_jax.schedule.lowering.flat import Channel, Flat, channels, topological
 
 _CHAIN = 256
-"""How far back to look for a cycle. Those seen have 4 to 40 slots."""
+"""The longest chain of slots that is searched for a cycle. Cycles observed so far have 4 to 40 slots."""
 
 
 def place(flat: Flat, costs: CostModel, rounds: int = 4) -> np.ndarray:
-    """The tick of each slot: the placement that ends soonest of those tried, with one slot a tick at most.
+    """The tick of each slot, one slot per rank and tick: of the placements tried, the one that ends soonest.
 
-    The first is ``earliest``, so none is worse than that. Each round after it settles all constraints anew
-    along the timeline that the round before left, until the table ends when that does, in few more ticks.
-    Sends are left out at first: with them, slots that start together are in each other's way, and waits
-    are many.
+    The first placement is ``earliest``, so the result is never worse than that. Each round solves all constraints
+    anew for the timeline that the round before left. Rounds end when the table ends as early as that timeline with
+    at most 3 % more ticks than ``earliest``. Sends are left out at first, since with them slots that start together
+    obstruct each other and many waits result; then the rounds are run with sends.
     """
     ordered = topological(flat)
     early = earliest(flat, ordered)
@@ -62,7 +62,7 @@ def place(flat: Flat, costs: CostModel, rounds: int = 4) -> np.ndarray:
 
 
 def earliest(flat: Flat, ordered: Sequence[int], at_least: Sequence[int] | None = None) -> np.ndarray:
-    """One slot a tick, each at the first tick that its inputs allow, but none before ``at_least``."""
+    """Put each slot at the first tick that its rank and its inputs allow, but not before its entry of ``at_least``."""
     f_needs, g_needs, rank_of = flat.f_needs.tolist(), flat.g_needs.tolist(), flat.rank.tolist()
     ticks, last = list(at_least or [0] * flat.num_slots), [-1] * flat.schedule.num_ranks
     for slot in ordered:
@@ -76,10 +76,10 @@ def earliest(flat: Flat, ordered: Sequence[int], at_least: Sequence[int] | None 
 
 
 class _Timeline:
-    """When each slot starts and ends if it waits for nothing but its rank, its data and the waits added.
+    """The start and end of each slot if it waits only for its rank, its data and the added waits.
 
-    ``tail`` is the time from a slot's start to the end of all that depends on it, ``turn`` its number in the
-    order of time at first; ``steps_left`` bounds the work spent on placing.
+    ``tail`` is the time from a slot's start to the end of the last slot that depends on it, ``turn`` its number in
+    the order of the first start times; ``steps_left`` bounds the work spent on placing.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class _Timeline:
         self.before[reader].append((slot, delay))
 
     def couplings(self, slot: int) -> list[tuple[int, int, float]]:
-        """(a, most, delay): ``slot`` is at most ``most`` ticks after a, or waits ``delay`` from a's start."""
+        """(a, most, delay): ``slot`` runs at most ``most`` ticks after slot a, or starts ``delay`` after it."""
         now, rank = self.start[slot] + self.eps, self.rank[slot]
         start, end, begin, send, found = self.start, self.end, self.begin, self.send, []
         hops, layer, seen = 1, self.sources[rank], {rank}
@@ -151,9 +151,9 @@ class _Timeline:
         return found
 
     def wait(self, slot: int, other: int, delay: float) -> list[int] | None:
-        """Let ``slot`` start no sooner than ``delay`` after ``other``; None, and no change, if that hangs.
+        """Make ``slot`` start at least ``delay`` after the start of ``other``.
 
-        Returns the slots whose couplings may have become tighter.
+        Returns the slots whose couplings may have become tighter; None, with nothing changed, if that hangs.
         """
         self.later[other].append((slot, delay))
         self.before[slot].append((other, delay))
@@ -199,8 +199,9 @@ class _Timeline:
 def _settle(timeline: _Timeline, ticks: list[int], limit: float) -> list[int]:
     """Raise ticks until no constraint is violated; couplings that cannot hold become waits of the timeline.
 
-    Slots are visited in the order of time, so that a contradiction is met, and its wait added, before what
-    comes after it is worked out. Out of steps, or once the timeline ends after ``limit``, the rest stays violated.
+    Slots are visited in the order of time, so that a contradiction is found, and its wait added, before later
+    slots are placed. When the steps run out, or once the timeline ends after ``limit``, remaining constraints stay
+    violated.
     """
     after, couplings, turn = timeline.after, timeline.couplings, timeline.turn
     parent = [-1] * len(ticks)
@@ -234,9 +235,9 @@ def _settle(timeline: _Timeline, ticks: list[int], limit: float) -> list[int]:
 
 
 def _break(timeline: _Timeline, cycle: Sequence[int]) -> list[int] | None:
-    """Turn the coupling of a cycle that costs least into a wait; None if there is no contradiction any more.
+    """Turn the cheapest coupling of a cycle into a wait; None if the cycle is no contradiction any more.
 
-    Returns what ``wait`` does: nothing where every wait would hang, so that the delay must be borne.
+    Returns the slots that ``wait`` returns; an empty list if every wait would hang, so that the delay remains.
     """
     total, choices = 0, []
     for slot, raised in zip(cycle, [*cycle[1:], cycle[0]], strict=True):
@@ -260,7 +261,7 @@ def _break(timeline: _Timeline, cycle: Sequence[int]) -> list[int] | None:
 
 
 def _cycle(parent: Sequence[int], slot: int, end: int) -> list[int]:
-    """The slots from ``end`` to ``slot`` along which ticks were raised; none if there is no such chain."""
+    """The slots from ``end`` to ``slot`` along which ticks were raised; empty if there is no such chain."""
     chain = [slot]
     while chain[-1] != end:
         if parent[chain[-1]] < 0 or len(chain) > _CHAIN:
@@ -276,10 +277,10 @@ def _sources(permutes: Sequence[Channel], num_ranks: int) -> list[list[int]]:
 
 
 def makespan(work: np.ndarray, permutes: Sequence[Channel], costs: CostModel) -> float:
-    """How long the ticks take, given the work [ticks, ranks] of each.
+    """The time that all ticks take, given the duration of each rank's unit in each tick, ``work`` [ticks, ranks].
 
-    A rank starts tick t + 1 when its own work of tick t is done and what its neighbours sent at
-    the start of tick t has arrived.
+    A rank starts tick t + 1 when its own work of tick t is done and the values that its neighbours sent at
+    the start of tick t have arrived.
     """
     num_ranks = work.shape[1]
     sources = _sources(permutes, num_ranks)

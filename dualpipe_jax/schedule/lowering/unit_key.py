@@ -1,4 +1,4 @@
-"""How a unit of the engine is named: by one value in a program, in what is measured of it and in what it costs."""
+"""The key that names a unit of the engine in compiled programs, in measurements and in costs."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, Self
@@ -11,15 +11,16 @@ SCOPES: Mapping[str, str] = {
     "I": "backward_input",
     "W": "backward_weight",
 }
-"""What each op's units are called in a compiled program."""
+"""The name of each op's units in a compiled program."""
 
 
 class UnitKey(NamedTuple):
-    """A unit, by what it does to which kinds of stages.
+    """A unit, identified by its op and the kinds of its stages.
 
     Attributes:
       op: F, B, I, W, or FB, a pair.
-      kinds: of the stage; of a pair, of the forward's and the backward's. Empty: of whatever kind most stages are.
+      kinds: the kind of the stage, or of a pair the kinds of the forward's and the backward's stage. Empty: the kind
+        of most stages.
     """
 
     op: str
@@ -37,7 +38,7 @@ class UnitKey(NamedTuple):
         return cls({name: op for op, name in SCOPES.items()}[name], _parted(kinds))
 
     def __str__(self) -> str:
-        """The key in reports and JSON: F of most stages, F/first of the first, FB/first-last of a pair of both ends."""
+        """The key in reports and JSON, such as F (most stages), F/first, or FB/first-last for a pair of both ends."""
         return f"{self.op}/{_joined(self.kinds)}" if self.kinds else self.op
 
     @classmethod
@@ -48,11 +49,11 @@ class UnitKey(NamedTuple):
 
 
 SCOPE = rf"(?:{'|'.join(SCOPES.values())})/[^/]+"
-"""Matches a unit's scope in the name of a compiled program's instruction."""
+"""A regular expression that matches a unit's scope in the name of an instruction of a compiled program."""
 
 
 def _joined(kinds: tuple[str, ...]) -> str:
-    """The name with what parts names in it written as in addresses: a kind may have any name."""
+    """Join kinds by hyphens, with special characters percent-encoded as in URLs, since a kind may have any name."""
     return "-".join(quote(kind, safe="").replace("-", "%2D") for kind in kinds)
 
 

@@ -1,4 +1,4 @@
-"""Chimera and Hanayo: full backwards over a pipe that meets itself, on one clock."""
+"""Chimera and Hanayo: full backwards, with microbatches of opposite directions that meet on every rank."""
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel
@@ -25,7 +25,7 @@ def chimera(num_ranks: int, num_microbatches: int) -> Schedule:
       num_microbatches: microbatches of the step, both pipes together; each pipe gets half.
 
     Raises:
-      ValueError: if a count is odd or too small; says which are the nearest that are not.
+      ValueError: if a count is odd or too small; the message names the nearest counts that are accepted.
     """
     check_two_pipes("chimera", num_ranks, num_microbatches, instead="hanayo")
     placement = Placement.bidirectional(num_ranks)
@@ -79,10 +79,11 @@ def hanayo_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> fl
 
 
 def _on_beats(placement: Placement, per_pipe: int, unit: int) -> tuple[tuple[Slot, ...], ...]:
-    """What each rank does beat by beat if every action takes one; ``unit`` microbatches enter at a time.
+    """The order of each rank if every action takes one beat; ``unit`` microbatches enter a pipe at a time.
 
-    A microbatch enters every other beat, goes there and back without a stop, and leaves the beats between
-    to what the rank does for the other direction: never two at once, and none empty but at the ends.
+    A microbatch enters every other beat and goes through its pipe and back without a pause. The beats between
+    belong to the rank's actions of the other direction: no beat has two actions, and none is empty except at
+    the ends.
     """
     turn = 2 * placement.num_model_stages - 1
 

@@ -96,8 +96,8 @@ def interleaved_1f1b_bubble(
 ) -> float:
     """Published bubble of ``interleaved_1f1b``, (num_ranks - 1)(F + B) for costs of a stage.
 
-    Exact for all counts and costs, with what the paper leaves out added: where there are fewer microbatches
-    than ranks, each further round idles F + B for each that is missing.
+    Exact for all counts and costs, with a term that the paper leaves out: where there are fewer microbatches
+    than ranks, each round after the first idles F + B for each missing microbatch.
     """
     missing = (num_stages_per_rank - 1) * max(0, num_ranks - num_microbatches)
     return (num_ranks - 1 + missing) * (costs.F + costs.B)
@@ -138,7 +138,7 @@ def interleaved_1f1b_overlap_bubble(
 
 
 def _overlapped(order: tuple[Slot, ...]) -> tuple[Slot, ...]:
-    """Each backward and the forward right after it as a pair."""
+    """The order with each backward and the forward right after it joined into a pair."""
     slots: list[Slot] = []
     for slot in order:
         if slots and slot[0].op is Op.F and slots[-1][0].op is Op.B:
@@ -153,8 +153,8 @@ def looped_bfs(num_ranks: int, num_microbatches: int, num_stages_per_rank: int =
 
     All microbatches go through a rank's first stage, then through its next; then all come back. Bubble
     (num_ranks - 1)(F + B) of a stage, which is 1/v of a rank's share of the model, for
-    num_microbatches >= num_ranks; all activations are live at the turn. What it is for: a rank works on
-    one stage at a time, so with sharded parameters each is gathered once a pass.
+    num_microbatches >= num_ranks; all activations are live at the turn. Its purpose: a rank works on
+    one stage at a time, so with sharded parameters each is gathered once per pass.
 
     Source: Lamy-Poirier, "Breadth-First Pipeline Parallelism" (arXiv 2211.05953).
 
@@ -200,11 +200,11 @@ def one_for_one(
     ahead: Sequence[int],
     late: Sequence[int] | None = None,
 ) -> Schedule:
-    """Each rank does ``ahead[rank]`` forwards, then one backward for each forward, then the backwards that are left.
+    """Each rank runs ``ahead[rank]`` forwards, then one backward for each forward, then the remaining backwards.
 
     A group of microbatches passes all stages of a rank before the next group does: forwards in ascending order of the
-    stages, backwards in descending. Where ``late`` is given, backwards are split, and each W comes right after the I
-    that is ``late[rank]`` after its own.
+    stages, backwards in descending. Where ``late`` is given, backwards are split, and each W comes right after
+    the I that is ``late[rank]`` backwards after its own I.
     """
     sizes = groups(placement.num_ranks, num_microbatches)
     rounds = [range(end - size, end) for end, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
@@ -224,20 +224,24 @@ def one_for_one(
 
 
 def groups(num_ranks: int, num_microbatches: int) -> list[int]:
-    """Sizes of as many groups of at least ``num_ranks`` microbatches as there are, nearly equal, in descent."""
+    """Sizes of the groups of microbatches, the larger first.
+
+    There are as many groups of at least ``num_ranks`` as possible, of nearly equal sizes; fewer microbatches than
+    ranks make one group.
+    """
     num_groups = max(1, num_microbatches // num_ranks)
     size, more = divmod(num_microbatches, num_groups)
     return [size + 1] * more + [size] * (num_groups - more)
 
 
 MOST_ACTIONS = 10_000_000
-"""Forwards and backwards of a schedule that can be made: some minutes of work, and gigabytes."""
+"""The most forwards and backwards of a schedule that can be made; making it takes some minutes and gigabytes."""
 
 
 def check_counts(name: str, num_ranks: int, num_microbatches: int, **others: int) -> None:
     """Raise ValueError unless there is at least one rank, one microbatch and one of each of the others.
 
-    And not so many that making their schedule would not end.
+    Raise it, too, where their product makes more than MOST_ACTIONS forwards and backwards.
     """
     if min(num_ranks, num_microbatches, *others.values()) < 1:
         more = "".join(f", {key}={count}" for key, count in others.items() if count < 1)

@@ -23,7 +23,7 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
     With PP ranks, B = I + W and FB the cost of an overlapped pair, the bubble is (PP/2 - 1)(FB + B - 3W)
     when F = I >= W and there are at least 2 PP - 2 microbatches (the published code asks for 2 PP); at most
     PP + 1 activations are live on any rank. With fewer microbatches each rank keeps to the order for
-    2 PP - 2 and leaves out those that are not there, which idles more. The ranks must be even in number,
+    2 PP - 2 and leaves out the microbatches that do not exist, which idles more. The ranks must be even in number,
     the microbatches too.
 
     >>> [str(slot[0]) for slot in dualpipe(2, 4).orders[0][-3:]]
@@ -34,7 +34,7 @@ def dualpipe(num_ranks: int, num_microbatches: int) -> Schedule:
       num_microbatches: microbatches of the step, both pipes together; each pipe gets half.
 
     Raises:
-      ValueError: if a count is odd or too small; says which are the nearest that are not.
+      ValueError: if a count is odd or too small; the message names the nearest counts that are accepted.
     """
     check_two_pipes("dualpipe", num_ranks, num_microbatches, instead="dualpipe_v")
     depth = num_ranks // 2
@@ -99,9 +99,9 @@ def dualpipe_v_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -
 def _eight_steps(near: int, far: int, hops: int, depth: int, microbatches: int) -> tuple[Slot, ...]:
     """The order of one rank, ``hops`` away from the end where microbatches enter its half of the pipe.
 
-    They pass its stage ``near`` on the way in and others pass its stage ``far`` on their way out;
-    ``depth`` ranks make the half. Each of the two stages sees ``microbatches`` of them: the steps are laid
-    out for at least 2 depth - 1, and what is there for others is left out.
+    They pass its stage ``near`` on the way in, and others pass its stage ``far`` on their way out; the half
+    has ``depth`` ranks. ``microbatches`` pass each of the two stages. The steps are made for at least
+    2 depth - 1 microbatches, and actions of microbatches that do not exist are left out.
     """
     enough = max(microbatches, 2 * depth - 1)
     left = depth - hops - 1

@@ -1,9 +1,10 @@
-"""ZB-V, V-Half, V-Min: two stages a rank on a V, split backwards, three sizes of memory; one mechanism.
+"""ZB-V, V-Half, V-Min: two stages per rank on a V and split backwards; one mechanism for three sizes of memory.
 
 A building block says in which tick a microbatch does its F and its I at each stage. A tick is long enough for
 one F, I or W of a stage, and the next microbatch follows six ticks later: a rank owes each microbatch two of
-each. The faster a microbatch walks there and back, the less is live meanwhile. Ranks take what is due as soon
-as they can, W's when they would idle or have no place for an F, and what is due later rather than nothing.
+each. The faster a microbatch walks there and back, the less is live meanwhile. A rank runs an F or I that is due as
+soon as it can, a W when it would otherwise idle or has no place for an F, and an F or I that is due later
+rather than nothing.
 
 Sources: Qi et al., "Zero Bubble Pipeline Parallelism" (arXiv 2401.10241) for ZB-V; Qi et al., "Pipeline
 Parallelism with Controllable Memory" (arXiv 2405.15362) for building blocks, V-Half and V-Min.
@@ -47,7 +48,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
 def zb_v_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> float:
     """Bubble of ``zb_v`` in a step that ends for all at once, (num_ranks - 1) F for costs of a stage.
 
-    The last rank waits that long for its first forward; what is published, 0, leaves that out. Exact for
+    The last rank waits that long for its first forward; the published bubble, 0, leaves that out. Exact for
     F = I = W and num_microbatches >= num_ranks; otherwise the idle may be above it, never below. For
     num_microbatches >= 2 num_ranks it is (num_ranks - 1) I where F <= I and I/2 <= W <= I.
     """
@@ -137,12 +138,12 @@ def _walk(num_ranks: int, down: int, up: int, end: int = 0, turn: int = 0) -> tu
 
 
 def _repeat(name: str, walk: Sequence[int], num_microbatches: int, shares: int) -> Schedule:
-    """Play the walk of every microbatch, one each period, with places for ``2 * shares`` stage inputs a rank.
+    """Start one microbatch per period on the walk, with places for ``2 * shares`` stage inputs on each rank.
 
-    All ranks choose by what was done up to the tick before, so this is a simulation with F = I = W.
+    All ranks choose by the actions of earlier ticks only, so this is a simulation with F = I = W.
     """
     num_ranks = len(walk) // 4
-    # How many F's and I's each stage did; the last entry, which stage 0 reads as its [-1], stands for the world.
+    # The number of F's and I's that each stage ran. The last entry has all microbatches: stage 0 reads it as [-1].
     forwards, backwards = ([0] * (2 * num_ranks) + [num_microbatches] for _ in range(2))
     ranks = [_chooser(rank, walk, forwards, backwards, 2 * shares) for rank in range(num_ranks)]
     orders: list[list[Slot]] = [[] for _ in ranks]
@@ -164,11 +165,11 @@ def _repeat(name: str, walk: Sequence[int], num_microbatches: int, shares: int) 
 def _chooser(
     rank: int, walk: Sequence[int], forwards: Sequence[int], backwards: Sequence[int], places: int
 ) -> Callable[[], Action | None]:
-    """What a rank does in its next tick: the F or I that is due first, else a W, else an F or I due later.
+    """A function that returns a rank's next action: the F or I due first, else a W, else an F or I due later.
 
-    Microbatches come in sequence, so counts say what is ready. An F starts only if its stage leaves the other
-    one the places that it needs in the block. Nothing ever hangs: the eldest microbatch finds its stage empty
-    and a place left for it, once W's have made room.
+    Microbatches come in sequence, so counts tell which actions are ready. An F starts only if its stage leaves the
+    rank's other stage the places that it needs in the block. The schedule never hangs: the oldest microbatch finds
+    its stage empty and a place left for it, once W's have made room.
     """
     last, num_microbatches = len(forwards) - 2, forwards[-1]
     plan = []

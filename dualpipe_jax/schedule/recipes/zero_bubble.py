@@ -62,8 +62,8 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Schedule:
 def zb_h2_bubble(num_ranks: int, num_microbatches: int, costs: CostModel) -> float:
     """Published bubble of ``zb_h2``, (num_ranks - 1)(F + B - 3W): none for F = I = W.
 
-    It counts the gaps inside each rank's own span, and is what rank after rank idles where the optimizer
-    too starts rank by rank. A step that ends for all at once idles (num_ranks - 1) max(F, F + B - 3W), for
+    It counts the gaps between the first and the last slot of each rank: the idle time where the optimizer,
+    too, starts rank by rank. A step that ends for all at once idles (num_ranks - 1) max(F, F + B - 3W), for
     num_microbatches >= 2 num_ranks - 1 and W <= min(F, I), and never less.
     """
     del num_microbatches
