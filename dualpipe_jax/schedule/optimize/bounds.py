@@ -1,4 +1,4 @@
-"""How short can a step be? Lower bounds that hold for every schedule; docs/bounds.md has the proofs."""
+"""Lower bounds on the time of a step that hold for every schedule; docs/bounds.md has the proofs."""
 
 import dataclasses
 import itertools
@@ -15,27 +15,27 @@ from dualpipe_jax.schedule.recipes.classic import check_counts
 
 @dataclasses.dataclass(frozen=True)
 class Reach:
-    """What one microbatch alone takes around one stage, in the time of the costs given.
+    """The times that one microbatch alone takes before, at and after one stage, in the unit of the costs.
 
     Attributes:
-      head: from the start of the step to the first start of an F here.
-      turn: from the start of an F here to the end of its I: on to the last stage and back.
-      tail: from the end of an I or B here to the end of the step.
+      head: the least time from the start of the step to the first start of an F here.
+      turn: the least time from the start of an F here to the end of its I: on to the last stage and back.
+      tail: the least time from the end of an I or B here to the end of the step.
     """
 
     head: float
     turn: float
     tail: float
     f: float
-    """The shortest slot that can hold an F."""
+    """The duration of the shortest slot that can hold an F."""
     i: float
-    """The shortest slot that can hold an I."""
+    """The duration of the shortest slot that can hold an I."""
     b: float
-    """The shortest that I and W together can take."""
+    """The least time that I and W can take together."""
 
     @property
     def early(self) -> float:
-        """The first start of an I or B here."""
+        """The earliest start of an I or B here."""
         return self.head + self.turn - self.i
 
     @property
@@ -78,10 +78,10 @@ def lower_bound(
 ) -> float:
     """A time below which no valid schedule ends, whatever its order, its pairs and its split of B.
 
-    The largest of: the way of one microbatch there and back; for each rank, its work with as many pairs as
-    can gain, and the idle time before the first backward can reach it and after the last forward and the
-    last backward have left it; and, under a limit of memory, the time for which activations must live over
-    the number that fit. docs/bounds.md proves each.
+    The bound is the largest of: the time of one microbatch through its pipe and back; for each rank, its work with
+    the number of pairs that gives the least time, plus its idle time before the first backward can reach it and
+    after its last forward and its last backward; and, under a memory limit, the total time for which activations
+    must live, divided by the number that fit. docs/bounds.md proves each.
 
     >>> from dualpipe_jax.schedule import zb_h1, simulate
     >>> simulate(zb_h1(4, 8)).makespan, lower_bound(4, 8, placement=Placement.linear(4))
@@ -92,9 +92,9 @@ def lower_bound(
       num_microbatches: microbatches of the step, all pipes together.
       costs: costs of a rank's equal share of the model; a stage that is half a share takes half. All 1, a pair 3,
         when left out. Where transfers are ``blocking`` the bound holds, but counts only their delay.
-      memory_limit: the most that a rank may keep, in the unit of ``memory``.
-      placement: where the stages live. Left out, the bound holds for every placement, however many pipes
-        and stages a rank it has; it is lower then.
+      memory_limit: the most memory that a rank may keep, in the unit of ``memory``.
+      placement: which rank holds which stage. If left out, the bound holds for every placement, with any number
+        of pipes and of stages per rank, and is lower.
       memory: sizes of a rank's share; live activations when left out.
 
     Returns:
@@ -130,7 +130,7 @@ def bound_of_stages(placement: Placement, problem: Problem) -> float:
 
 
 def _fit(room: float, memory: MemoryModel) -> float:
-    """How many live activations fit; a hair too many rather than too few where the division rounds."""
+    """The number of live activations that fit; rounding errors of the division never make it too small."""
     if room < 0:
         return -1
     fit = room / memory.live if memory.live and math.isfinite(room) else math.inf
@@ -172,7 +172,7 @@ class _Rank:
         return min(meeting, max(drained, self.least("head") + self.most_f[-1] + self.least("rest")))
 
     def memory_bound(self, fit: float) -> float:
-        """The time for which the rank's activations live, over the number that fit at once."""
+        """The bound from the time for which the rank's activations live, when only ``fit`` of them fit at once."""
         if fit == math.inf:
             return 0.0
         count = self.microbatches * len(self.around)
@@ -184,15 +184,15 @@ class _Rank:
 
 
 def _largest(of_stages: list[float], microbatches: int) -> np.ndarray:
-    """Entry n: what the n costliest actions take, with so many microbatches at each stage."""
+    """Entry n is the time of the n costliest actions, with ``microbatches`` actions at each stage."""
     every = np.sort(np.repeat(np.array(of_stages, float), microbatches))[::-1]
     return np.concatenate([[0.0], np.cumsum(every)])
 
 
 def _anywhere(num_ranks: int, problem: Problem) -> float:
-    """The bound where nothing is known of the placement but that it shares the model over the ranks."""
+    """The bound for every placement that shares the model equally over the ranks."""
     num_microbatches, costs, memory = problem.num_microbatches, problem.costs, problem.memory
-    # Every cut has both ends; of other stages only what they may take away holds for all.
+    # Every cut has both ends; other stages may be missing, so only their negative extras count.
     least = [
         more if stage in (0, -1) else tuple(min(0.0, cost) for cost in more)
         for stage, more in costs.extra.items()
@@ -210,9 +210,9 @@ def _anywhere(num_ranks: int, problem: Problem) -> float:
 
 
 def check_placement(name: str, placement: Placement, num_ranks: int, num_microbatches: int) -> None:
-    """Raise ValueError unless a placement has so many ranks, and its pipes can share the microbatches equally.
+    """Raise ValueError unless a placement has ``num_ranks`` ranks and its pipes can share the microbatches equally.
 
-    And not so many that handling them would not end.
+    Raise it, too, where ranks times microbatches exceed the limit of ``check_counts``.
     """
     given = f"{name}: got {num_ranks} ranks and {num_microbatches} microbatches"
     if placement.num_ranks != num_ranks:

@@ -1,4 +1,4 @@
-"""Which schedule for this model on these ranks? All of them, ranked, with the reason for each that is refused."""
+"""Rank all schedules for a model on given ranks, with the reason for each that is refused."""
 
 import dataclasses
 import functools
@@ -25,10 +25,12 @@ class Candidate:
 
     Attributes:
       name: the recipe's name, or "search".
-      schedule: the schedule; None if its recipe cannot make one for the counts.
-      timeline: the simulated step; None likewise.
-      memory: the most that each rank keeps at once, in units of ``MemoryModel``; empty likewise.
-      refused: the reason why it cannot be used; empty if it can.
+      schedule: the schedule; None if its recipe cannot make one for the counts, or if the costs cannot be
+        divided among its stages.
+      timeline: the simulated step; None if ``schedule`` is None.
+      memory: the most memory that each rank keeps at once, in units of ``MemoryModel``; empty if ``schedule``
+        is None.
+      refused: the reason why the schedule cannot be used; empty if it can be used.
     """
 
     name: str
@@ -39,27 +41,27 @@ class Candidate:
 
     @property
     def fits(self) -> bool:
-        """Whether it can be had."""
+        """Whether the schedule exists and fits the memory limit."""
         return not self.refused
 
     @property
     def makespan(self) -> float:
-        """How long a step takes; infinite if it does not serve the counts."""
+        """The time of a step; infinite if there is no schedule."""
         return math.inf if self.timeline is None else self.timeline.makespan
 
     @property
     def bubble(self) -> float:
-        """The share of the ranks' time that is idle; all of it if it does not serve the counts."""
+        """The share of the ranks' time that is idle; 1 if there is no schedule."""
         return 1.0 if self.timeline is None else self.timeline.bubble
 
     @property
     def peak(self) -> float:
-        """The most that any rank keeps at once."""
+        """The most memory that any rank keeps at once; 0 if there is no schedule."""
         return max(self.memory, default=0.0)
 
     @property
     def num_copies(self) -> int:
-        """How many copies of the parameters it keeps: one for each pipe; 0 if it does not serve the counts."""
+        """The number of copies of the parameters, one for each pipe; 0 if there is no schedule."""
         return 0 if self.schedule is None else self.schedule.placement.num_pipes
 
 
@@ -76,19 +78,19 @@ def choose(
 ) -> tuple[Candidate, ...]:
     """Rank schedules for given costs and memory: the shortest that fits first, the refused ones last.
 
-    A second copy of the parameters counts where ``memory.parameters`` says what a copy takes.
+    A second copy of the parameters counts only if ``memory.parameters`` gives the size of a copy.
 
     >>> [candidate.name for candidate in choose(4, 8, CostModel(FB=2), memory_limit=4.5)][:1]
     ['dualpipe_v']
 
     Args:
       num_ranks: pipeline ranks.
-      num_microbatches: microbatches of the step, over all pipes together.
+      num_microbatches: the number of microbatches of the step, over all pipes together.
       costs: costs of a whole rank's share of the model; see ``CostModel.for_schedule``.
-      memory_limit: what each rank may keep at once, its parameters included, in units of ``memory``.
+      memory_limit: the most memory that each rank may keep at once, its parameters included, in units of ``memory``.
       memory: sizes of a whole rank's share; live activations when left out.
-      schedules: recipes to consider; all named ones when left out.
-      search_effort: include what ``search`` finds with this effort, unless 0.
+      schedules: recipes to consider; ALL_SCHEDULES when left out.
+      search_effort: also consider the schedule that ``search`` finds with this effort, unless it is 0.
 
     Returns:
       One candidate for each recipe, and one for the search.
@@ -98,7 +100,9 @@ def choose(
     problem = Problem(num_microbatches, costs or CostModel(), memory or MemoryModel(), memory_limit)
     schedules = tuple(schedules)
     makers = [(recipe.__name__, recipe) for recipe in schedules]
-    if search_effort:  # search refuses what makes no sense
+    if (
+        search_effort
+    ):  # refuse wrong amounts here: ``_candidate`` would take the error of ``search`` for a refusal
         check_amounts(memory_limit, search_effort, None)
         within = functools.partial(search, costs=costs, memory_limit=memory_limit, memory=memory)
         makers.append(("search", functools.partial(within, schedules=schedules, effort=search_effort)))

@@ -1,4 +1,4 @@
-"""What a search has found so far, and a limit of memory within which it goes on."""
+"""The schedules that a search has found so far, and the memory limits within which it searches."""
 
 import dataclasses
 import math
@@ -15,12 +15,20 @@ from dualpipe_jax.schedule.optimize.terms import make_terms
 from dualpipe_jax.schedule.simulate import simulate
 
 FILL = 0.6
-"""The share of a W that a gap must hold to be filled, unless others are tried."""
+"""The default share of a W that a gap must hold for the W to run in it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """A schedule, what it takes, what it keeps, and the ``fill`` of the player that made it, if one did."""
+    """A schedule that was found.
+
+    Attributes:
+      makespan: the time of its step.
+      number: its number among all schedules found, from 0.
+      schedule: the schedule.
+      kept: the most memory that any rank keeps.
+      fill: the ``fill`` of the player that made it; None if no player did.
+    """
 
     makespan: float
     number: int
@@ -30,7 +38,7 @@ class Found:
 
 
 class Tried(NamedTuple):
-    """A policy that was played on a placement, what it takes, and its number in the round."""
+    """A policy that was played on a placement, with its makespan and its number in the round."""
 
     makespan: float
     number: int
@@ -42,7 +50,7 @@ Kind = TypeVar("Kind", Found, Tried)
 
 
 def distinct(tried: Iterable[Kind]) -> list[Kind]:
-    """The shortest first, one of each makespan: of equals the one numbered first."""
+    """The entries in ascending order of makespan, one for each makespan: the one with the least number."""
     shortest: list[Kind] = []
     for one in sorted(tried, key=lambda one: (one.makespan, one.number)):
         if not shortest or not at_most(one.makespan, shortest[-1].makespan):
@@ -51,9 +59,9 @@ def distinct(tried: Iterable[Kind]) -> list[Kind]:
 
 
 class Finds:
-    """The schedules found, played against costs and sizes of a whole rank's share.
+    """The schedules found, simulated with the costs and sizes of a whole rank's share of the model.
 
-    ``varied`` are the numbers of those of which every variant has been tried.
+    ``varied`` are the numbers of the schedules whose variants have been tried.
     """
 
     def __init__(self, problem: Problem):
@@ -67,15 +75,15 @@ class Finds:
         self.found.append(Found(timeline.makespan, len(self.found), schedule, kept, fill))
 
     def best(self, count: int, limit: float) -> list[Found]:
-        """The shortest found that fit a limit, see ``distinct``."""
+        """The ``count`` shortest schedules that fit a memory limit, see ``distinct``."""
         return distinct(found for found in self.found if at_most(found.kept, limit))[:count]
 
     def shortest(self, limit: float) -> float:
-        """The makespan of the shortest that fits a limit, infinite if nothing does."""
+        """The makespan of the shortest schedule that fits a memory limit; infinite if none does."""
         return next((found.makespan for found in self.best(1, limit)), math.inf)
 
     def turns(self) -> list[float]:
-        """What those keep that are shorter than all that keep less."""
+        """The memory of each schedule that is shorter than all schedules with less memory, ascending."""
         kept, shortest = [], math.inf
         for found in sorted(self.found, key=lambda found: (found.kept, found.makespan)):
             if found.makespan < shortest * (1 - HAIR):
@@ -85,11 +93,11 @@ class Finds:
 
 
 class Rung:
-    """A limit of memory to search within.
+    """A memory limit within which a search goes on until a given time.
 
     Attributes:
-      limit: what each rank may keep.
-      bounds: by placement that has room within it, the time below which nothing ends there.
+      limit: the most memory that each rank may keep.
+      bounds: the lower bound on the makespan of each placement on which some schedule fits the limit.
     """
 
     def __init__(self, finds: Finds, limit: float, bounds: Mapping[Placement, float], until: float):
@@ -105,7 +113,7 @@ class Rung:
         return self._players[placement, fill]
 
     def hopeful(self, makespan: float) -> list[Placement]:
-        """The placements that are not proven to take at least as long as a makespan; none if time is up."""
+        """The placements whose lower bound is below a makespan; none if the time is up."""
         if time.monotonic() >= self._until:
             return []
         return [placement for placement, bound in self.bounds.items() if not at_most(makespan, bound)]

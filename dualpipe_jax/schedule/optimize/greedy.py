@@ -1,4 +1,4 @@
-"""A list scheduler: it plays time forward and gives every idle rank the work that a policy likes best."""
+"""A list scheduler: it simulates time and gives every idle rank the work that a policy prefers."""
 
 import dataclasses
 import heapq
@@ -13,25 +13,27 @@ _NEVER = math.inf
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """What an idle rank prefers.
+    """The preferences of an idle rank.
 
-    A forward is always the deepest in its pipe that can run: it brings its microbatch nearest to the turn.
+    Of several forwards, the deepest in its pipe always runs: its microbatch is nearest to the turn.
 
     Attributes:
-      pair: overlap a forward and a backward that could both run, if that gains anything.
-      match: only those that come from the same neighbour; so neighbours stay in step.
-      patience: how long to wait for a partner that is on its way, as a multiple of what the pair gains.
-      forward_first: a forward before a backward, where both could run and are not paired.
-      deep_backward: of several backwards the deepest in its pipe, which is the youngest; else the oldest.
-      split: a backward that runs alone is split into I and W: "always", "never", or at the "ends": within
+      pair: whether to overlap a forward and a backward that could both run, if a pair gains time.
+      match: whether to pair only a forward and a backward whose inputs come from the same neighbour; so
+        neighbours stay in step.
+      patience: how long to wait for a partner that is on its way, as a multiple of the time that a pair gains.
+      forward_first: whether a forward goes before a backward, where both could run and are not paired.
+      deep_backward: whether, of several backwards, the deepest in its pipe runs, which is the youngest; else
+        the oldest runs.
+      split: when to split a backward that runs alone into I and W: "always", "never", or at the "ends": within
         the rank's first ``2 * num_ranks`` backwards and after its last forward.
       owed: the most weight gradients that a rank owes before it runs them.
-      fill: a weight gradient runs if no other work is known to come before this share of it is done; 1
-        makes nobody wait for it, 0 runs it in any gap.
-      ahead: the most microbatches that a rank keeps, counted in its whole share of the model.
-      burst: microbatches that enter a pipe at once, at the start.
-      pace: how far apart the later ones enter, as a multiple of the time that the busiest rank works on a
-        microbatch; 0 lets them in as memory allows.
+      fill: the share of a weight gradient that must be done before other work is known to arrive, or else it does
+        not run; with 1 no other work waits for it, with 0 it runs in any gap.
+      ahead: the most microbatches that a rank keeps, each counted in the rank's whole share of the model.
+      burst: the number of microbatches after the first that may enter a pipe at the start of the step.
+      pace: the time between later microbatches that enter, as a multiple of the time that the busiest rank works
+        on a microbatch; with 0, all may enter as soon as memory allows.
     """
 
     pair: bool = True
@@ -48,7 +50,7 @@ class Policy:
 
 
 def play_greedily(terms: Terms, policy: Policy) -> tuple[tuple[tuple[Slot, ...], ...], float]:
-    """Orders, and their makespan: whenever a rank is idle it starts what the policy likes best.
+    """Orders and their makespan, where every idle rank starts the work that the policy prefers.
 
     Microbatches pass each stage in sequence. A rank starts a forward only if the microbatches that it then
     holds can all still be finished, oldest first, within its memory; so it never gets stuck, whatever the
@@ -81,7 +83,7 @@ class _Rank:
 
 
 class _Floor:
-    """All ranks, and what is on its way between them."""
+    """The state of all ranks, and the inputs that are on their way between them."""
 
     def __init__(self, terms: Terms, policy: Policy):
         placement, count = terms.placement, terms.count
@@ -90,7 +92,7 @@ class _Floor:
         self.patience = policy.patience * terms.gain if self.pairs else -1.0
         self.num_first = 2 * placement.num_ranks
         self.ranks = [self._rank(number) for number in range(placement.num_ranks)]
-        # Of each stage: its next microbatch, and when each microbatch's inputs are there.
+        # For each stage: its next microbatch, and the time at which each microbatch's input arrives.
         self.next_f, self.next_b = [0] * placement.num_stages, [0] * placement.num_stages
         self.f_at = [
             self._entries() if placement.is_first(s) else [_NEVER] * count for s in range(len(terms.f))
@@ -106,7 +108,7 @@ class _Floor:
         return _Rank(number, held, of_pipe, self.terms.room[number], limit, self.terms.count * len(held))
 
     def _entries(self) -> list[float]:
-        """When each microbatch may enter a pipe."""
+        """The time from which each microbatch may enter a pipe."""
         terms, policy = self.terms, self.policy
         saved = terms.gain if self.pairs else 0.0
         busiest = max(
@@ -116,7 +118,7 @@ class _Floor:
         return [max(0.0, policy.pace * busiest * (m - policy.burst)) for m in range(terms.count)]
 
     def run(self) -> None:
-        """Play until nobody has anything left to do."""
+        """Simulate until no rank has work left."""
         self.wakes = [(0.0, rank.number) for rank in self.ranks]
         while self.wakes:
             now, number = heapq.heappop(self.wakes)
@@ -124,7 +126,7 @@ class _Floor:
                 self._decide(self.ranks[number], now)
 
     def _decide(self, rank: _Rank, now: float) -> None:
-        """Start something on an idle rank, or have it woken when its next input comes."""
+        """Start work on an idle rank, or queue the rank for the time at which its next input arrives."""
         forwards, soon_f = self._there(rank, self.next_f, self.f_at, now)
         backwards, soon_b = self._there(rank, self.next_b, self.b_at, now)
         allowed = [stage for stage in forwards if self._fits(rank, stage)]
@@ -150,7 +152,7 @@ class _Floor:
     def _there(
         self, rank: _Rank, following: list[int], at: list[list[float]], now: float
     ) -> tuple[list[int], float]:
-        """Stages whose next microbatch is there, and when another is known to come."""
+        """The stages whose next microbatch has arrived, and the time at which the next known one arrives."""
         there, soon, count = [], _NEVER, self.terms.count
         now += self.terms.eps
         for stage in rank.stages:
@@ -164,7 +166,7 @@ class _Floor:
         return there, soon
 
     def _choose(self, rank: _Rank, now: float, forwards: list[int], backwards: list[int]) -> None:
-        """Both kinds could run: a pair, or one of the two."""
+        """Start a pair or one of the two, where a forward and a backward could run."""
         pair = self._pair(forwards, backwards) if self.pairs else None
         if pair is not None:
             self._start_pair(rank, now, *pair)
@@ -177,7 +179,7 @@ class _Floor:
         return max(backwards) if self.policy.deep_backward else min(backwards)
 
     def _pair(self, forwards: list[int], backwards: list[int]) -> tuple[int, int] | None:
-        """The forward and the backward that are liked best of those that may go together."""
+        """The preferred forward and backward that may form a pair; None if no two may."""
         for b in backwards[::-1] if self.policy.deep_backward else backwards:
             for f in forwards[::-1]:
                 strangers = self.next_f[f] != self.next_b[b] or f // self.depth != b // self.depth
@@ -186,12 +188,12 @@ class _Floor:
         return None
 
     def _source(self, stage: int, step: int) -> int:
-        """The rank that a stage's input comes from; -1 at the ends of a pipe."""
+        """The rank from which a stage's input comes; -1 at the ends of a pipe."""
         source = stage + step
         return self.terms.placement.rank_of[source] if source // self.depth == stage // self.depth else -1
 
     def _fits(self, rank: _Rank, stage: int) -> bool:
-        """May the stage's next forward start: is there room for it, and a way out afterwards?"""
+        """Whether the stage's next forward has room, and the rank can finish all its microbatches afterwards."""
         unit = self.terms.unit
         if rank.used + unit > rank.room:
             return False
@@ -204,10 +206,10 @@ class _Floor:
         return self.next_f[stage] == min(self.next_b[s] for s in rank.stages)
 
     def _has_way_out(self, rank: _Rank, stage: int, free: float) -> bool:
-        """Can all microbatches on the rank be finished, oldest first, if the stage's next one joins them?
+        """Whether the rank can finish all its microbatches, oldest first, if the stage's next one joins them.
 
-        Each needs room for its forwards still to come on this rank, and leaves behind what it holds. One
-        that has not come yet counts too: another pipe's younger ones must not stand in its way.
+        Each microbatch needs room for its remaining forwards on this rank, and then frees the memory that it holds.
+        A microbatch that has not arrived yet counts, too: younger ones of another pipe must not take its room.
         """
         joins, unit = self.next_f[stage], self.terms.unit
         enough = (len(rank.stages) - 1) * unit
@@ -226,7 +228,7 @@ class _Floor:
         return True
 
     def _wait(self, rank: _Rank, now: float, soon: float) -> None:
-        """Nothing to do until ``soon``: run a W meanwhile, if it is nearly over by then."""
+        """Wait until ``soon``; run a W meanwhile, if the gap holds the share ``fill`` of it."""
         if rank.owes:
             stage, _ = rank.owed[rank.paid]
             if soon - now >= self.policy.fill * self.terms.w[stage] - self.terms.eps:
@@ -275,7 +277,7 @@ class _Floor:
         heapq.heappush(self.wakes, (rank.free_at, rank.number))
 
     def _forward(self, rank: _Rank, end: float, stage: int) -> float:
-        """Take a forward off the list; return how long sending its output keeps the rank."""
+        """Record a forward that ends at ``end``; return how long sending its output keeps the rank."""
         microbatch = self.next_f[stage]
         self.next_f[stage] += 1
         rank.used += self.terms.unit
@@ -289,7 +291,7 @@ class _Floor:
         return self.terms.y_held[stage]
 
     def _backward(self, rank: _Rank, end: float, stage: int) -> float:
-        """Take a backward off the list; return how long sending its output keeps the rank."""
+        """Record a backward that ends at ``end``; return how long sending its output keeps the rank."""
         microbatch = self.next_b[stage]
         self.next_b[stage] += 1
         rank.used -= self.terms.unit
@@ -303,6 +305,6 @@ class _Floor:
     def _send(self, rank: _Rank, reader: int, at: list[float], microbatch: int, arrival: float) -> None:
         at[microbatch] = arrival
         there = self.terms.placement.rank_of[reader]
-        # A slot of no time may end a rounding error before the reader, idle by now, was last awake.
+        # By a rounding error, a slot without duration may end before the time at which its idle reader last decided.
         if there != rank.number and self.ranks[there].free_at <= arrival + self.terms.eps:
             heapq.heappush(self.wakes, (max(arrival, self.ranks[there].free_at), there))

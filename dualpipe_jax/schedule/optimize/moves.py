@@ -1,4 +1,4 @@
-"""A schedule as moves: what each rank does, without the W's, which find their places when it is played."""
+"""A schedule as moves: the forwards and backwards of each rank; a ``Player`` then places the W's in gaps."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -8,7 +8,7 @@ from dualpipe_jax.schedule.optimize.terms import Terms
 
 
 class Move(NamedTuple):
-    """A slot without W's, which fill gaps by themselves: a forward, a backward, or both as a pair.
+    """A slot other than a W, since W's are placed in gaps later: a forward, a backward, or both as a pair.
 
     ``f`` and ``b`` are values, ``stage * count + microbatch``, or -1; a ``split`` backward is an I.
     """
@@ -19,7 +19,7 @@ class Move(NamedTuple):
 
     @property
     def is_pair(self) -> bool:
-        """Whether it is a forward and a backward."""
+        """Whether the move is a forward and a backward together."""
         return self.f >= 0 and self.b >= 0
 
 
@@ -39,13 +39,13 @@ def moves_of(schedule: Schedule) -> Moves:
 
 
 def strangers(terms: Terms, pair: Move) -> bool:
-    """Whether the two of a pair are of different microbatches."""
+    """Whether the forward and the backward of a pair are of different microbatches."""
     of_a_pipe = terms.count * terms.placement.num_model_stages
     return pair.f % terms.count != pair.b % terms.count or pair.f // of_a_pipe != pair.b // of_a_pipe
 
 
 def paired(terms: Terms, moves: Moves) -> Moves:
-    """Neighbouring forwards and backwards made pairs, wherever they may be."""
+    """The moves with neighbouring forwards and backwards of different microbatches joined into pairs."""
     return [_paired(terms, order) for order in moves]
 
 
@@ -62,5 +62,5 @@ def _paired(terms: Terms, order: Iterable[Move]) -> list[Move]:
 
 
 def split_alone(moves: Moves, split: bool = True) -> Moves:
-    """All backwards that are not in a pair split, or all made whole."""
+    """The moves with all backwards outside pairs split, or with all of them whole."""
     return [[move if move.f >= 0 else move._replace(split=split) for move in order] for order in moves]

@@ -1,4 +1,4 @@
-"""The shortest schedule there is, for small sizes: an integer programme over counts; see docs/bounds.md."""
+"""The shortest possible schedule of small steps, by an integer programme over counts; see docs/bounds.md."""
 
 import dataclasses
 import itertools
@@ -20,7 +20,7 @@ from dualpipe_jax.schedule.validate import validate
 
 @dataclasses.dataclass(frozen=True)
 class Optimum:
-    """The best schedule that ``optimum`` found, and a bound below which no schedule can be.
+    """The best schedule that ``optimum`` found, and a proven lower bound on the makespan.
 
     >>> from dualpipe_jax.schedule import Placement, optimum
     >>> found = optimum(Placement.linear(2), 3)
@@ -39,7 +39,7 @@ class Optimum:
 
     @property
     def proven(self) -> bool:
-        """Whether the schedule is optimal; otherwise the time ran out with a gap left."""
+        """Whether the schedule is proven optimal; otherwise the time ran out with a gap left."""
         return at_most(self.makespan, self.lower_bound)
 
 
@@ -54,27 +54,29 @@ def optimum(
     incumbents: Iterable[Schedule] = (),
     time_limit: float = 60.0,
 ) -> Optimum:
-    """The schedule with the least makespan on a placement: order, pairs, B in one or I and W, all free.
+    """The schedule with the least makespan on a placement, over all orders, pairs and splits of B into I and W.
 
-    Asks for a schedule that ends at the lower bound, and while that is proven impossible, one step of time
-    later. For two to four ranks and few microbatches; the time grows with the horizon counted in steps of
-    the greatest time that divides all costs, so give costs such as 2:3:2 rather than 1:1.64:0.97.
+    It asks for a schedule that ends at the lower bound and, while that is proven impossible, for one that ends one
+    step of time later. It serves two to four ranks and few microbatches: the time grows with the number of steps,
+    and a step is the greatest time that divides all costs, so give costs such as 2:3:2 rather than 1:1.64:0.97.
 
     >>> optimum(Placement.linear(2), 3).makespan
     10.0
 
     Args:
-      placement: where the stages live.
-      num_microbatches: microbatches of the step, all pipes together.
+      placement: which rank holds which stage.
+      num_microbatches: the number of microbatches of the step, all pipes together.
       costs: costs of a rank's equal share of the model, as in ``lower_bound``; all above 0, sends not blocking.
-      memory_limit: the most that a rank may keep, in the unit of ``memory``.
+      memory_limit: the most memory that a rank may keep, in the unit of ``memory``.
       memory: sizes of a rank's share; live activations when left out.
-      incumbents: schedules to begin with. Those on this placement and in this memory are upper bounds,
-        and a short one saves the search.
-      time_limit: seconds. When they run out, the best known is returned and ``proven`` is False.
+      incumbents: known schedules. Those on this placement that fit the memory are upper bounds, and a short one
+        shortens the search.
+      time_limit: the time limit in seconds. When it runs out, the best schedule known is returned, and ``proven``
+        is False.
 
     Raises:
-      ValueError: if the costs are not as above, or no schedule fits the memory.
+      ValueError: if the costs are not as above or have no common unit, no schedule fits the memory, the placement's
+        pipes cannot share the microbatches, or the programme would have too many variables.
       ImportError: without SciPy.
     """
     check_placement("optimum", placement, placement.num_ranks, num_microbatches)
@@ -105,7 +107,7 @@ def optimum(
 
 
 def _in_whole_steps(costs: CostModel) -> tuple[float, CostModel]:
-    """The greatest unit that divides all durations, and the costs in it."""
+    """The greatest unit of time that divides all durations, and the costs in this unit."""
     if costs.blocking or min(costs.F, costs.I, costs.W, costs.FB) <= 0:
         raise ValueError(
             f"optimum: F={costs.F:g}, I={costs.I:g}, W={costs.W:g}, FB={costs.FB:g}, "
@@ -130,7 +132,7 @@ def _in_whole_steps(costs: CostModel) -> tuple[float, CostModel]:
 
 
 def _best(placement: Placement, problem: Problem, incumbents: Iterable[Schedule]) -> Schedule:
-    """The shortest of the incumbents that fit and of one microbatch after another, which always fits."""
+    """The shortest of the incumbents that fit and of ``_one_by_one``, which always fits."""
     costs, fitting = problem.costs, [_one_by_one(placement, problem.num_microbatches)]
     for schedule in incumbents:
         same = schedule.placement == placement and schedule.num_microbatches == problem.num_microbatches

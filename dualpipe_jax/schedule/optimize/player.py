@@ -1,4 +1,4 @@
-"""Plays moves against terms, as often as a search needs: the clock of its inner loop."""
+"""Simulate moves under given terms, fast enough for the inner loop of a search."""
 
 import math
 from collections.abc import Iterable
@@ -13,25 +13,24 @@ Entry = TypeVar("Entry")
 
 
 class Play(NamedTuple):
-    """How moves went: ``starts[rank][index]`` of each, and when each rank was through, W's included."""
+    """Simulated moves: ``starts[rank][index]`` of each move, and the time at which each rank ended, W's included."""
 
     makespan: float
     starts: list[list[float]]
     ends: list[float]
 
     def no_worse(self, other: "Play", eps: float) -> bool:
-        """Compare by the makespan or, where that is the same, by the ends of all ranks together."""
+        """Whether the makespan is shorter or, if it is the same, the sum of all ranks' ends is no larger."""
         if abs(self.makespan - other.makespan) > eps:
             return self.makespan < other.makespan
         return sum(self.ends) <= sum(other.ends) + eps
 
 
 class Player:
-    """Plays moves under given terms.
+    """Simulates moves under given terms.
 
-    A rank runs its moves in order, each as soon as its inputs are there; in the gaps, and where room is
-    needed, it runs the W's that it owes, first in, first out. A gap counts if it holds the share ``fill`` of
-    a W.
+    A rank runs its moves in order, each as soon as its inputs have arrived. It runs the W's that it owes, first
+    in, first out, in gaps and where a move needs memory. A W runs in a gap that holds the share ``fill`` of it.
     """
 
     def __init__(self, terms: Terms, fill: float = 0.6):
@@ -39,7 +38,7 @@ class Player:
         self.terms, self.fill = terms, fill
 
         def each(of_stages: Iterable[Entry]) -> list[Entry]:
-            """Of values, which are numbered stage by stage."""
+            """Repeat entries of stages for each of their values, which are numbered stage by stage."""
             return [entry for entry in of_stages for _ in range(count)]
 
         self.f, self.i, self.w = each(terms.f), each(terms.i), each(terms.w)
@@ -56,9 +55,9 @@ class Player:
         return backward if f < 0 else self.f[f] + backward - self.terms.gain
 
     def play(self, moves: Moves, bound: float = _NEVER, out: list[list[Slot]] | None = None) -> Play | None:
-        """Play; None if that hangs, overflows a rank's memory, or is seen to take longer than ``bound``.
+        """Simulate moves; None if they hang, overflow a rank's memory, or certainly take longer than ``bound``.
 
-        Into ``out`` go the slots of each rank, W's in their places.
+        The slots of each rank are appended to ``out``, W's in their places.
         """
         run = _Run(self, moves, bound, out)
         ready = run.ready
@@ -68,7 +67,11 @@ class Player:
         return run.finish()
 
     def schedule(self, moves: Moves, name: str) -> Schedule:
-        """The moves as a schedule, with W's where playing put them."""
+        """The moves as a schedule, with W's where ``play`` puts them.
+
+        Raises:
+          ValueError: the moves hang or do not fit the memory.
+        """
         orders: list[list[Slot]] = [[] for _ in moves]
         if self.play(moves, out=orders) is None:
             raise ValueError(f"{name}: moves that hang or do not fit the memory")
@@ -97,9 +100,9 @@ class _Run:
         self.ready = list(ranks)
 
     def advance(self, rank: int) -> bool:
-        """Play a rank up to the first move that waits; False if it cannot go on.
+        """Simulate a rank up to its first move that waits; False if memory or the bound is exceeded.
 
-        The inner loop of the search: one function with its state in local names, for speed.
+        This is the inner loop of the search: one function with its state in local names, for speed.
         """
         player, terms, order, starts = self.player, self.player.terms, self.moves[rank], self.starts[rank]
         y_at, dx_at, owed, room = self.y_at, self.dx_at, self.owed[rank], terms.room[rank]
@@ -145,7 +148,7 @@ class _Run:
     def _fill(
         self, rank: int, free: float, until: float, used: float, room: float, out: list[Slot] | None
     ) -> tuple[float, float]:
-        """Run W's that fit the gap until the next move, or that must make room for it."""
+        """Run W's that fit the gap before the next move, or that must free memory for it; return new (free, used)."""
         player, terms, owed = self.player, self.player.terms, self.owed[rank]
         paid = self.paid[rank]
         while paid < len(owed):
@@ -163,7 +166,7 @@ class _Run:
         return free, used
 
     def _hand_over(self, rank: int, f: int, b: int, end: float) -> float:
-        """Let those who wait for a move's outputs know; return how long sending these keeps the rank."""
+        """Record a move's outputs, and queue ranks that wait for them; return how long sending them keeps the rank."""
         player, count, held = self.player, self.player.terms.count, 0.0
         if f >= 0:
             delay = player.y_delay[f]
@@ -186,7 +189,7 @@ class _Run:
             self.ready.append(reader)
 
     def finish(self) -> Play | None:
-        """Run the W's that are left; None if some rank never got through."""
+        """Run the remaining W's; None if some rank has not run all its moves."""
         if any(at < len(order) for at, order in zip(self.at, self.moves, strict=True)):
             return None
         for rank, free in enumerate(self.free):

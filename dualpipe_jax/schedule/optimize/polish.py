@@ -1,4 +1,4 @@
-"""Local improvement: change what is on the critical path, keep what does not lengthen the step."""
+"""Local improvement: change moves on the critical path, and keep changes that do not lengthen the step."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -8,11 +8,15 @@ from dualpipe_jax.schedule.optimize.moves import Move, Moves, moves_of, paired, 
 from dualpipe_jax.schedule.optimize.player import Play, Player
 
 _Start = tuple[float, Player, Moves]
-"""Moves, who plays them, and their makespan."""
+"""The makespan of moves, the player that simulates them, and the moves."""
 
 
 def polish(finds: Finds, rung: Rung, budget: float, most: float) -> None:
-    """Change the best that fit a rung for the better; half of the budget, in moves played, is for one."""
+    """Improve the shortest schedules that fit a rung, and add the best result to ``finds``.
+
+    The best four share a quarter of the budget, then the best two another, and the best one gets the rest.
+    ``budget`` counts the moves simulated; ``most`` is the most changes tried for each.
+    """
     starts: list[_Start] = []
     for found in finds.best(6, rung.limit):
         if rung.hopeful(finds.shortest(rung.limit)):
@@ -30,7 +34,11 @@ def polish(finds: Finds, rung: Rung, budget: float, most: float) -> None:
 
 
 def _variants(finds: Finds, rung: Rung, found: Found) -> Iterator[_Start]:
-    """A schedule's moves as they are; at first also with neighbours paired, and backwards split or whole."""
+    """A schedule's moves as they are and, when it is tried first, variants of them.
+
+    The variants pair neighbours, split all backwards or make them whole, or use other values of ``fill``.
+    Schedules that a player made have no variants.
+    """
     moves, new = moves_of(found.schedule), found.fill is None and found.number not in finds.varied
     finds.varied.add(found.number)
     fill = FILL if found.fill is None else found.fill
@@ -54,10 +62,10 @@ def improve(
     seed: int = 0,
     go_on: Callable[[float], object] = lambda makespan: True,
 ) -> tuple[Moves, float]:
-    """Change the moves on a critical path at random, ``tries`` times, keeping what is no worse.
+    """Change the moves on a critical path at random, ``tries`` times, and keep changes that are no worse.
 
-    Deterministic for given arguments. Stops early where ``go_on``, asked with the makespan, says no. Returns
-    new moves and their makespan.
+    The result is the same for the same arguments. It stops early if ``go_on(makespan)`` is false. Returns new
+    moves and their makespan.
 
     Raises:
       ValueError: if the moves hang or do not fit the memory.
@@ -85,7 +93,7 @@ def improve(
 
 
 def _critical_path(player: Player, moves: Moves, play: Play) -> list[tuple[int, int]]:
-    """(rank, index) of moves that follow one another without a gap, from the last of the step backwards."""
+    """The (rank, index) of moves that follow one another without a gap, from the last move of the step backwards."""
     count, eps = player.terms.count, 10 * player.terms.eps
     at_f = {move.f: (rank, index) for rank, order in enumerate(moves) for index, move in enumerate(order)}
     at_b = {move.b: (rank, index) for rank, order in enumerate(moves) for index, move in enumerate(order)}
@@ -114,7 +122,7 @@ def _critical_path(player: Player, moves: Moves, play: Play) -> list[tuple[int, 
 
 
 def _change(player: Player, order: Sequence[Move], index: int, dice: random.Random) -> list[Move] | None:
-    """A rank's moves with one change at ``index``; None if the dice name one that is not possible there."""
+    """A rank's moves with one random change at ``index``; None if the change drawn is not possible there."""
     move = order[index]
     kind = dice.random()
     if move.is_pair and kind < 0.5:
@@ -137,7 +145,7 @@ def _part(order: Sequence[Move], index: int, dice: random.Random) -> list[Move]:
 
 
 def _pair(player: Player, order: Sequence[Move], index: int, dice: random.Random) -> list[Move] | None:
-    """A single move paired with one nearby, in the place of either."""
+    """The order with a single move and one nearby joined into a pair at the place of either; None if impossible."""
     move, reach = order[index], 6
     others = [
         other

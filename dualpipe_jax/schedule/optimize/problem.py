@@ -1,4 +1,4 @@
-"""A step to be scheduled, on whatever placement: what bounds, searches and the optimum are asked about."""
+"""The scheduling problem of a step on any placement, which bounds, searches and the optimum solve."""
 
 import dataclasses
 import math
@@ -9,9 +9,15 @@ from dualpipe_jax.schedule.ir import Placement
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """How many microbatches, all pipes together, and what each costs and keeps; ``limit`` is the most a rank may keep.
+    """A step to be scheduled.
 
     Costs and sizes are of a rank's equal share of the model or, after ``of_stages``, of one stage.
+
+    Attributes:
+      num_microbatches: the number of microbatches, over all pipes together.
+      costs: the time of each kind of work.
+      memory: the sizes of the values that a microbatch and a stage keep.
+      limit: the most memory that a rank may keep, in the unit of ``memory``.
     """
 
     num_microbatches: int
@@ -20,6 +26,6 @@ class Problem:
     limit: float = math.inf
 
     def of_stages(self, placement: Placement) -> "Problem":
-        """The same with costs and sizes of one stage of a placement."""
+        """The problem with costs and sizes of one stage of a placement."""
         share = stages_a_share(placement)
         return dataclasses.replace(self, costs=self.costs.divided(share), memory=self.memory.divided(share))

@@ -1,4 +1,4 @@
-"""The integer programme behind ``optimum``: is there a schedule that ends within so many steps of time?"""
+"""The integer programme of ``optimum``: it decides whether a schedule ends within a number of time steps."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _MOST_VARIABLES = 50_000
 
 
 class _Kind(NamedTuple):
-    """What a slot can hold, up to the microbatch, and the window of its starts, in steps."""
+    """A kind of slot: its actions without microbatch numbers, its rank, and the window of its starts, in steps."""
 
     actions: tuple[tuple[Op, int], ...]
     rank: int
@@ -31,10 +31,10 @@ class _Kind(NamedTuple):
 
 
 class Programme:
-    """Is there a schedule that ends within so many steps?
+    """The question whether a schedule ends within ``horizon`` steps, as an integer programme.
 
-    The variables count: entry t of a kind is how many of its slots have started by step t. Microbatches
-    have no names; counts of what has ended say what may start.
+    Variable t of a kind is the number of its slots that have started by step t. Microbatches are not told apart:
+    the numbers of slots that have ended limit the numbers of slots that may start.
     """
 
     def __init__(self, placement: Placement, problem: Problem, horizon: int):
@@ -47,7 +47,9 @@ class Programme:
             for actions in self._possible(stages):
                 self._add(rank, actions)
         self.size = sum(kind.width for kind in self.kinds)
-        self.rows: list[tuple[dict[int, float], float]] = []  # factors by column, and the least of their sum
+        self.rows: list[
+            tuple[dict[int, float], float]
+        ] = []  # factors by column, and the lower limit of their sum
         if self.size > _MOST_VARIABLES:
             raise ValueError(
                 f"optimum: {placement.num_ranks} ranks, {problem.num_microbatches} microbatches and {horizon} steps "
@@ -76,7 +78,7 @@ class Programme:
         self.kinds.append(_Kind(actions, rank, duration, round(first), last, column))
 
     def solve(self, time_limit: float) -> tuple[tuple[Slot, ...], ...] | None:
-        """The orders; none of them if the time ran out, None if there is no schedule."""
+        """The orders of a schedule; an empty tuple if the time ran out, None if there is no such schedule."""
         try:
             from scipy.optimize import Bounds, LinearConstraint, milp
             from scipy.sparse import csr_array
@@ -130,7 +132,7 @@ class Programme:
         self._at_least(-1, *running)
 
     def _in_order(self, stage: int, t: int) -> None:
-        """No more started here than have ended where it comes from."""
+        """Require that no more slots have started at a stage than have ended where their inputs come from."""
         forwards, backwards = self._holding(stage, Op.F), self._holding(stage, Op.I, Op.B)
         if not self.placement.is_first(stage):
             self._follows(forwards, self._holding(stage - 1, Op.F), t)
@@ -159,7 +161,7 @@ class Programme:
         self._at_least(-room / largest, *((size / largest, kinds, start) for size, kinds, start in kept))
 
     def _at_least(self, least: float, *terms: tuple[float, list[_Kind], int]) -> None:
-        """Add a row: the sum of (factor, kinds, step), each factor times what has started by then."""
+        """Add a row: the sum over (factor, kinds, step) of factor * (slots started by step) is at least ``least``."""
         row: dict[int, float] = {}
         for factor, kinds, t in terms:
             for kind in kinds:
@@ -171,7 +173,7 @@ class Programme:
             self.rows.append((row, least))
 
     def _read(self, counts: np.ndarray) -> tuple[tuple[Slot, ...], ...]:
-        """Orders from counts: starts by time, microbatches numbered as they come at each stage."""
+        """Orders from counts: slots sorted by start, microbatches numbered in the order of each stage."""
         started: list[list[tuple[int, _Kind]]] = [[] for _ in range(self.placement.num_ranks)]
         for kind in self.kinds:
             before = 0

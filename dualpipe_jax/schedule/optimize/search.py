@@ -1,4 +1,4 @@
-"""An automatic scheduler: the best of every named schedule, of many policies, and of what improves on them."""
+"""An automatic scheduler: the best of all named schedules, of many greedy policies, and of local improvements."""
 
 import dataclasses
 import math
@@ -17,10 +17,10 @@ from dualpipe_jax.schedule.recipes import ALL_SCHEDULES, Recipe
 from dualpipe_jax.schedule.validate import validate
 
 _WHOLE = 3.0
-"""All limits that the search climbs through get so many times the effort together."""
+"""The total effort of all memory limits that the search goes through, as a multiple of ``effort``."""
 
 _MOST_POLICIES, _MOST_TRIES = 600, 10_000
-"""More for a rung gain little, however small the schedule is."""
+"""The most policies, and the most tries of local changes, of one rung; more gain little even for small schedules."""
 
 
 @typechecked
@@ -36,17 +36,18 @@ def search(
     effort: float = 1.0,
     seconds: float | None = None,
 ) -> Schedule:
-    """Find a short schedule for given costs, transfers among them, and memory.
+    """Find a short schedule for given costs, including transfers, and memory.
 
-    It is no longer than any named schedule that fits and has a placement that is searched; which leaves out
-    two copies of the parameters unless they are asked for. Nor is it longer than what is found within less
-    memory, unless ``seconds`` cuts either short: the search climbs through limits from the least that holds
-    a schedule, the same for all arguments but ``memory_limit``, up to that, and keeps what it has.
+    It is no longer than any named schedule that fits and has a placement that is searched; placements with two
+    copies of the parameters are searched only on request. Nor is it longer than the schedule found within less
+    memory, unless ``seconds`` cuts either search short: the search climbs through ascending memory limits, from
+    the least that holds a schedule up to ``memory_limit``, and keeps the schedules that it has found. The limits
+    do not depend on ``memory_limit``, but may depend on all other arguments.
 
-    Seeds are the named schedules and what a greedy scheduler makes under many policies; the best are then
-    improved by local changes: moves reordered, forwards and backwards paired and parted, backwards split so
-    that their W's fill gaps. All is valid and within the limit at any time. The result depends on the
-    arguments alone unless ``seconds`` is given.
+    The search starts from the named schedules and from schedules that a greedy scheduler makes under many
+    policies. The best are then improved by local changes: reordering moves, pairing forwards and backwards or
+    separating them, and splitting backwards so that their W's fill gaps. Every schedule is valid and within the
+    limit at any time. The result depends on the arguments alone unless ``seconds`` is given.
 
     >>> from dualpipe_jax.schedule import simulate
     >>> found = search(2, 4, CostModel(F=1, I=1, W=1, FB=2), memory_limit=2, placement="v", effort=0.1)
@@ -55,24 +56,24 @@ def search(
 
     Args:
       num_ranks: pipeline ranks.
-      num_microbatches: microbatches of the step, over all pipes together.
-      costs: costs of a whole rank's share of the model (1 / num_ranks of it) whatever the placement; a
-        placement of k stages a share takes ``costs.divided(k)``.
-      memory_limit: what each rank may keep at once, its parameters included, in units of ``memory``.
-      placement: "linear", "v", "wave" (there and back twice, four stages a rank), "interleaved" (round the
-        ranks twice), "interleaved_4" (four times), "bidirectional", or any Placement; the best of those with
-        one copy of the parameters when left out.
+      num_microbatches: the number of microbatches of the step, over all pipes together.
+      costs: costs of a whole rank's share of the model (1 / num_ranks of it), for every placement; the costs of
+        one of k stages of a share are ``costs.divided(k)``.
+      memory_limit: the most memory that each rank may keep at once, its parameters included, in units of ``memory``.
+      placement: "linear", "v", "wave" (there and back twice, four stages per rank), "interleaved" (round
+        the ranks twice), "interleaved_4" (four times), "bidirectional", or any Placement; when left out, the
+        best of those with one copy of the parameters.
       memory: sizes of a whole rank's share; live activations when left out.
-      schedules: recipes to start from, and to be no worse than; all named ones when left out, cut as finely
-        as the placements are.
-      effort: how much to try, from 0; the time taken grows with it.
-      seconds: begin nothing new after this long, whatever the effort; the named schedules are always played,
-        and what is begun is ended.
+      schedules: recipes to start from, which the result is no longer than; ALL_SCHEDULES when left out. A recipe
+        that takes ``num_stages_per_rank`` is also tried with four.
+      effort: the amount of search, at least 0; the time taken grows with it.
+      seconds: the time after which nothing new begins, whatever the effort; the named schedules are always
+        simulated, and a change that has begun is ended.
 
     Raises:
-      ValueError: if the memory holds no schedule at all: says how much the most modest needs. If the
-        placement has other ranks, or its pipes cannot share the microbatches. If effort, seconds or the limit
-        is no number that makes sense.
+      ValueError: if no schedule fits the memory (the message gives the least that is needed), the placement has
+        another number of ranks, its pipes cannot share the microbatches, effort or seconds is negative or not
+        finite, or the limit is not a number.
     """
     check_amounts(memory_limit, effort, seconds)
     memory_limit = float(memory_limit)  # a whole number may be too long for NumPy
@@ -104,7 +105,7 @@ def search(
 
 
 def check_amounts(memory_limit: float, effort: float, seconds: float | None) -> None:
-    """Raise ValueError unless these are amounts; only the limit may be infinite."""
+    """Raise ValueError if effort or seconds is negative or not finite, or if the memory limit is NaN."""
     for name, amount in (("effort", effort), ("seconds", seconds)):
         if amount is not None and not 0 <= amount < math.inf:
             raise ValueError(f"search: got {name}={amount}; it must be finite and at least 0, such as 1")

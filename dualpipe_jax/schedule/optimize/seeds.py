@@ -1,4 +1,4 @@
-"""Where the search starts: the named schedules in every cut, and greedy schedules under many policies."""
+"""The starts of a search: named schedules with different numbers of stages, and greedy schedules of many policies."""
 
 import contextlib
 import dataclasses
@@ -24,22 +24,22 @@ _KNOBS: dict[str, tuple[Any, ...]] = {
     "split": ("always", "always", "ends", "ends", "never"),
     "owed": (math.inf, math.inf, 2, 4),
     "fill": (0.2, 0.5, 0.8, 1.0),
-    "ahead": (math.inf, math.inf, 1.25, 1.0),  # of the ranks, as the next
+    "ahead": (math.inf, math.inf, 1.25, 1.0),  # a multiple of num_ranks, as is burst
     "burst": (0.0, 0.25, 0.5, 0.75, 1.0, 1.5),
     "pace": (0.0, 0.0, 0.9, 0.95, 1.0, 1.0, 1.02, 1.05, 1.1),
 }
-"""What policies are drawn from."""
+"""The values of each field of ``Policy`` from which random policies are drawn; repeated values are likelier."""
 
 
 def served(recipes: Iterable[Recipe], num_ranks: int, num_microbatches: int) -> Iterator[Schedule]:
-    """The schedules of those recipes that serve the counts; of those that can be cut finer, that too."""
+    """The schedules of the recipes that serve the counts, with the finer variants of ``with_finer``."""
     for recipe in with_finer(recipes):
         with contextlib.suppress(ValueError):
             yield recipe(num_ranks, num_microbatches)
 
 
 class Policies:
-    """Random policies, and changes of the best of them; round after round, each under terms of its own."""
+    """Random policies and changes of the best of them, tried in rounds with different terms."""
 
     def __init__(self) -> None:
         self._dice = random.Random(0)
@@ -47,15 +47,16 @@ class Policies:
         self._tried: list[Tried] = []
 
     def sow(self, finds: Finds, rung: Rung, budget: float, most: int) -> None:
-        """Make greedy schedules within a rung, at most so many; the budget counts actions.
+        """Add the best of many greedy schedules within a rung to ``finds``.
 
-        The best policies of the last round are tried first, and changes of them later.
+        The round ends once more than ``most`` policies or more than ``budget`` actions have been tried. The best
+        policies of the last round are tried first, and changes of them later.
         """
         self._again = distinct(self._tried)[:10] or self._again
         self._tried = []
         shortest, spent = finds.shortest(rung.limit), 0.0
         while placements := rung.hopeful(shortest) or list(rung.bounds)[: shortest == math.inf]:
-            # In rounds they come to little; there the named schedules are what is improved.
+            # Greedy schedules on interleaved placements are poor; there the search improves the named schedules.
             placements = [p for p in placements if not _in_rounds(p)] or placements
             terms = rung.player(placements[len(self._tried) % len(placements)]).terms
             shortest = min(shortest, self._try_one(terms))
@@ -67,7 +68,7 @@ class Policies:
             finds.add(Schedule("greedy", placement, finds.problem.num_microbatches, orders))
 
     def _try_one(self, terms: Terms) -> float:
-        """Play a policy under the terms of a placement; returns its makespan."""
+        """Choose and simulate a policy under the terms of a placement; return its makespan."""
         placement, number = terms.placement, len(self._tried)
         again = [entry for entry in self._again if entry.placement == placement]
         tried = [entry for entry in self._tried if entry.placement == placement]
@@ -88,7 +89,7 @@ def _in_rounds(placement: Placement) -> bool:
 
 
 def _draw(num_ranks: int, dice: random.Random, parent: Policy | None) -> Policy:
-    """A random policy, or a parent with one or two of its knobs turned."""
+    """A random policy, or a copy of ``parent`` with two of its fields drawn anew (some may keep their value)."""
     drawn = {knob: dice.choice(values) for knob, values in _KNOBS.items()}
     drawn["ahead"] *= num_ranks
     drawn["burst"] = round(drawn["burst"] * num_ranks)

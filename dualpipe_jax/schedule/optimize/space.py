@@ -1,4 +1,4 @@
-"""What a search goes through: placements, and limits of memory."""
+"""The space of a search: placements and memory limits."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -40,7 +40,7 @@ def placements_of(
 
 
 def can_cost(costs: CostModel, placement: Placement) -> bool:
-    """Whether its stages are not so fine that an extra takes more away than there is."""
+    """Whether no negative extra exceeds the costs of one of the placement's stages."""
     try:
         costs.divided(stages_a_share(placement))
     except ValueError:
@@ -49,9 +49,10 @@ def can_cost(costs: CostModel, placement: Placement) -> bool:
 
 
 def bounds_of(placements: Sequence[Placement], problem: Problem) -> dict[Placement, float]:
-    """The time below which nothing ends, for each placement that some schedule can be run on within the limit.
+    """The lower bound on the makespan for each placement on which some schedule fits the memory limit.
 
-    An error if there are none.
+    Raises:
+      ValueError: no placement has a schedule that fits; the message gives the least memory that is needed.
     """
     of_stages = {p: problem.of_stages(p) for p in placements}
     least = {p: least_memory(p, own.memory) for p, own in of_stages.items()}
@@ -66,14 +67,15 @@ def bounds_of(placements: Sequence[Placement], problem: Problem) -> dict[Placeme
 
 
 def ladder(placements: Sequence[Placement], problem: Problem, turns: Iterable[float]) -> dict[float, float]:
-    """The limits to climb through, ascending, whatever the limit that is asked for; and of each its part of the effort.
+    """The memory limits through which a search climbs, ascending, and the part of the effort for each.
 
-    Where a longer named schedule gives way to a shorter one, without limit, and for as many activations as 1F1B
-    keeps, it is a whole part; on the way between those half a part.
+    They do not depend on ``problem.limit``. The part is 1 for each of ``turns``, where a shorter named schedule
+    begins to fit, for no limit, and for the number of activations that 1F1B keeps. It is 0.5 for further limits,
+    from the least memory to that of 1.5 times as many activations as 1F1B keeps.
     """
     ranks, unit = placements[0].num_ranks, problem.memory.live
     least = min(least_memory(p, problem.of_stages(p).memory) for p in placements)
-    kept = 1.0  # of activations, where the least has one
+    kept = 1.0  # in activations, where the least memory has one
     ladder: dict[float, float] = {}
     while unit and kept <= 1.5 * ranks:
         ladder[least + (kept - 1) * unit] = 0.5

@@ -1,4 +1,4 @@
-"""Trade bubbles for memory: how many microbatches may wait for their weights' gradients."""
+"""Trade bubbles for memory: limit how many microbatches wait for their W."""
 
 import dataclasses
 
@@ -8,11 +8,12 @@ from dualpipe_jax.schedule.ir import Action, Op, Schedule, Slot
 
 @typechecked
 def limit_stash(schedule: Schedule, most: int) -> Schedule:
-    """The schedule with at most ``most`` stashes on each rank; backwards beyond that are not split.
+    """The schedule with at most ``most`` stashes at a time on each rank; backwards beyond that are not split.
 
-    A split backward sends dx to its neighbour sooner, and fills a bubble with W later. Until then its stash takes
-    memory: all that the weight gradients are computed from. Where a rank has as many as it may, I becomes a full
-    backward and its W is left out. With 0 nothing is split; with as many as the schedule needs, nothing changes.
+    A split backward sends dx to its neighbour sooner, and its W fills a bubble later. Until then its stash
+    takes memory: all values from which the weight gradients are computed. Where a rank already has ``most``
+    stashes, I becomes a full backward and its W is left out. With 0 no backward is split; with as many as the
+    schedule needs, nothing changes.
 
     >>> from dualpipe_jax.schedule import dualpipe, simulate
     >>> [simulate(limit_stash(dualpipe(16, 64), most)).makespan for most in (8, 4, 2, 1, 0)]

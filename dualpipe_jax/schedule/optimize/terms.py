@@ -1,4 +1,4 @@
-"""What work costs at each stage and what room each rank has, as plain numbers for the schedulers' loops."""
+"""The costs of each stage and the memory of each rank, as plain numbers for the schedulers' loops."""
 
 import dataclasses
 
@@ -10,21 +10,21 @@ from dualpipe_jax.schedule.simulate import send_hold
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """A scheduling problem: what runs where, how long it takes, what it keeps.
+    """A scheduling problem on a placement: times and memory of the work at each stage.
 
     Attributes:
       placement: where stages live.
-      count: microbatches of each pipe.
-      f, i, w: cost of each stage's F, I, W.
-      gain: what a pair saves over its F and B one after the other.
-      y_delay, dx_delay: how long the output of each stage's forward, or backward, is on its way to its
-        reader; None where nobody else reads it.
-      y_held, dx_held: how long sending these keeps the stage's rank from its next work.
-      unit: what a microbatch at a stage keeps from F to B.
-      kept: what of that remains after I; with the stash on top it is what an owed W keeps.
-      stash: what I hands to W.
-      room: what each rank may keep besides parameters.
-      eps: times closer than this are the same.
+      count: the number of microbatches of each pipe.
+      f, i, w: the cost of each stage's F, I, W.
+      gain: the time that a pair saves over its F and B one after the other.
+      y_delay, dx_delay: the transfer time of the output of each stage's forward, or backward, to the stage that
+        reads it; None where no other stage reads it.
+      y_held, dx_held: how long sending these outputs keeps the stage's rank from its next work.
+      unit: the memory that a microbatch keeps at a stage from F to B.
+      kept: the part of ``unit`` that remains after I; an owed W keeps this and the stash.
+      stash: the memory of the values that I passes to W.
+      room: the memory that each rank may use in addition to ``MemoryModel.at_rest``.
+      eps: times whose difference is below this count as equal.
     """
 
     placement: Placement
@@ -45,9 +45,9 @@ class Terms:
 
 
 def make_terms(placement: Placement, problem: Problem) -> Terms:
-    """A problem, its costs and sizes those of one stage, on a placement.
+    """The terms of a problem on a placement; the problem's costs and sizes are those of one stage.
 
-    The pipes share the microbatches evenly, and the limit is ``least_memory`` at least.
+    The pipes must share the microbatches evenly, and the limit must be at least ``least_memory``.
     """
     costs, memory = problem.costs, problem.memory
     stages = range(placement.num_stages)
@@ -77,8 +77,8 @@ def make_terms(placement: Placement, problem: Problem) -> Terms:
 def least_memory(placement: Placement, memory: MemoryModel) -> float:
     """The least memory with which any schedule of the placement runs.
 
-    A microbatch passes all of a rank's stages of its pipe before the first of them is done with it; all
-    microbatches may pass one by one, by full backwards.
+    It suffices for one microbatch at a time, with full backwards: a microbatch keeps its activations at all stages
+    of its pipe on a rank before the first of them runs its backward.
     """
     return max(
         memory.at_rest(placement, rank) + memory.live * max(pipe.count(rank) for pipe in placement.pipes)
@@ -87,7 +87,7 @@ def least_memory(placement: Placement, memory: MemoryModel) -> float:
 
 
 def _delay(placement: Placement, costs: CostModel, stage: int, step: int) -> float | None:
-    """How long an output is on its way to the stage ``step`` further; None past the ends of the pipe."""
+    """The transfer time of an output to stage ``stage + step``; None past the ends of the pipe."""
     if placement.is_last(stage) if step > 0 else placement.is_first(stage):
         return None
     return costs.transfer(placement.rank_of[stage], placement.rank_of[stage + step])
