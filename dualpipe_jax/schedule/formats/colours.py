@@ -1,4 +1,4 @@
-"""What ops and stages look like wherever a schedule is drawn: their colours, and the names of these."""
+"""The colours of ops and stages in all drawings of schedules, and their names."""
 
 import math
 
@@ -17,12 +17,12 @@ def num_shades(placement: Placement) -> int:
 
 
 def shade(placement: Placement, stage: int) -> int:
-    """The shade that a stage has: by its pipe and, within it, by how often the pipe has passed all ranks."""
+    """The number of a stage's shade: by its pipe and, within it, by how often the pipe has passed all ranks."""
     return placement.pipe_of(stage) * _laps(placement) + placement.model_stage(stage) // placement.num_ranks
 
 
 def shade_names(placement: Placement) -> tuple[str, ...]:
-    """What the shades mean, palest first."""
+    """The meaning of each shade in words, palest first."""
     laps = _laps(placement)
     if placement.num_pipes > 1:
         pipes = [f"pipe {pipe}" for pipe in range(placement.num_pipes)]
@@ -33,7 +33,7 @@ def shade_names(placement: Placement) -> tuple[str, ...]:
 
 
 def colours(op: Op, shades: int) -> list[str]:
-    """An op's colour in so many shades, palest first."""
+    """An op's colour in a number of shades, as "#rrggbb", palest first."""
     pale, deep = ([int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in COLOURS[op])
     parts = [at / (shades - 1) if shades > 1 else 0.0 for at in range(shades)]
     mixed = ([round(p + part * (d - p)) for p, d in zip(pale, deep, strict=True)] for part in parts)
@@ -45,7 +45,7 @@ def _laps(placement: Placement) -> int:
 
 
 def is_dark(colour: str) -> bool:
-    """Whether white is read better than black on a colour, "#rrggbb": the contrast of WCAG 2 is larger."""
+    """Whether white text is easier to read than black on a colour, "#rrggbb", by the contrast of WCAG 2."""
     channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
     return (0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05) ** 2 < 1.05 * 0.05

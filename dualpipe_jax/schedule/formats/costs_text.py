@@ -5,7 +5,7 @@ from dualpipe_jax.schedule.costs import CostModel
 
 
 def describe(costs: CostModel, units: Units | None = None) -> str:
-    """Costs in a few words, those left out that are nothing.
+    """Costs in a few words: F, I, W and FB always; sends and extras unless they are 0.
 
     >>> describe(CostModel(1, 1.5, 0.8, FB=2.75, send=0.1))
     'F 1, I 1.5, W 0.8, FB 2.75, send 0.1'

@@ -1,4 +1,4 @@
-"""A schedule as JSON: four entries, an action spelt as everywhere else."""
+"""A schedule as JSON with four entries; slots are written as ``spelt`` writes them."""
 
 import json
 from collections.abc import Mapping
@@ -30,8 +30,11 @@ def to_json(schedule: Schedule, more: Mapping[str, Any] | None = None) -> str:
     }
 
     Args:
-      schedule: what to write, valid or not.
-      more: further entries, which ``from_json`` passes over.
+      schedule: the schedule to write, valid or not.
+      more: further entries, which ``from_json`` ignores.
+
+    Raises:
+      TypeError: if JSON has no form for a value of ``more``.
     """
     try:
         added = {name: json.dumps(value) for name, value in (more or {}).items()}
@@ -49,15 +52,15 @@ def to_json(schedule: Schedule, more: Mapping[str, Any] | None = None) -> str:
 
 @typechecked
 def from_json(text: str) -> Schedule:
-    """Read a schedule that ``to_json`` wrote. Other entries are passed over; the result is not validated.
+    """Read a schedule that ``to_json`` wrote. Other entries are ignored; the result is not validated.
 
     >>> from dualpipe_jax.schedule import gpipe
     >>> from_json(to_json(gpipe(2, 3))) == gpipe(2, 3)
     True
 
     Raises:
-      ValueError: if the text is not JSON, an entry is missing or of another kind (says which), or a slot
-        cannot be read (says where).
+      ValueError: if the text is not JSON, an entry is missing or of the wrong type (the message says which), or a
+        slot cannot be read (it says where).
     """
     try:
         entries = json.loads(text)

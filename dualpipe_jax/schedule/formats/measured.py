@@ -1,4 +1,4 @@
-"""Measured steps read: a schedule's JSON with the times of its slots, or a trace of one."""
+"""Read measured steps from a schedule's JSON with the times of its slots, or from a Chrome trace."""
 
 import itertools
 import json
@@ -17,15 +17,16 @@ _RANK = re.compile(r"rank (\d{1,9})")
 
 
 def read_measured(text: str) -> tuple[Measured, Units]:
-    """A measured step from JSON: a schedule's, as ``to_json`` writes it, with ``starts`` and ``ends`` of its slots,
-    or a Chrome trace as ``to_chrome_trace`` writes it: rows "rank 0", "rank 1" ..., slices "0F3" and "0F3+7B1".
+    """Read a measured step and its units from JSON.
 
-    Of a trace with several steps, such as a profile's "measured" and "simulated", the measured one is read, else the
-    first. Where a trace's slices do not say on which pipe their stage is, there is one.
+    The text is a schedule's JSON, as ``to_json`` writes it, with the ``starts`` and ``ends`` of its slots, or a
+    Chrome trace, as ``to_chrome_trace`` writes it, with rows "rank 0", "rank 1" ... and slices "0F3" and "0F3+7B1".
+    Times of a trace are returned in milliseconds. If a trace has several steps, such as a profile's "measured" and
+    "simulated", the measured one is read, else the first. A slice that names no pipe counts as one of pipe 0.
 
     Raises:
-      ValueError: it is neither, or no whole step; says what is missing.
-      ScheduleError: what ran is no valid schedule.
+      ValueError: if the text is neither, or not a whole step; the message says what is missing.
+      ScheduleError: if the slots that ran are not a valid schedule.
     """
     try:
         found = json.loads(text)
@@ -50,7 +51,7 @@ def read_measured(text: str) -> tuple[Measured, Units]:
 
 
 def _number(value: Any) -> float:
-    """A number of JSON; TypeError for anything else, OverflowError where it is too large."""
+    """A JSON number as a float; TypeError for any other value, OverflowError for too large a number."""
     if type(value) not in (int, float):
         raise TypeError
     return float(value)
@@ -74,7 +75,7 @@ def _measured(schedule: Schedule, starts: list[tuple[float, ...]], ends: list[tu
 
 
 def _from_trace(events: Iterable[Any]) -> Measured:
-    """Events that say nothing of a step, whatever they are, are passed over."""
+    """Read a measured step from the events of a trace; events that do not belong to a step are ignored."""
     events = [event for event in events if isinstance(event, dict)]
     rows = {
         row: int(match[1])
@@ -118,13 +119,13 @@ def _from_trace(events: Iterable[Any]) -> Measured:
 
 
 def _row(event: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """Process and thread of an event; None where they are none."""
+    """The process and thread of an event; None if they are not numbers, strings or absent."""
     row = event.get("pid"), event.get("tid")
     return row if all(isinstance(part, int | str | None) for part in row) else None
 
 
 def _entries(about: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The object of that name; an empty one where there is none."""
+    """The JSON object under a name; an empty one if there is none."""
     found = about.get(name)
     return found if isinstance(found, dict) else {}
 
@@ -153,7 +154,7 @@ def _slot(name: Any) -> Slot | None:
 
 
 def _placement(ran: list[list[tuple[float, float, Slot, Mapping[str, Any]]]]) -> Placement:
-    """Where the slices run each stage, and on which pipe they say that it is."""
+    """The placement in which each stage is on the rank that ran it, and on the pipe that its slices name."""
     rank_of: dict[int, int] = {}
     pipe_of: dict[int, int] = {}
     for rank, row in enumerate(ran):

@@ -1,4 +1,4 @@
-"""One HTML page, in one file and without a network, on which schedules and costs are tried out."""
+"""One HTML page, in one file that needs no network, on which to try out schedules and costs."""
 
 import base64
 import dataclasses
@@ -23,7 +23,7 @@ MICROBATCHES = (2, 4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)
 _COMPUTED = {"F": 36.3, "I": 59.7, "W": 35.1}
 _SERIAL, _OVERLAPPED = 211.0, 129.0
 """Milliseconds of DeepSeek-V3's pair in its published training trace (four layers, 4096 tokens, 64-way experts, H800):
-what F, I and W compute, what the pair takes with nothing overlapped, and what it takes."""
+the compute times of F, I and W (_COMPUTED), the time of the pair without overlap, and its measured time."""
 
 _OPS = (Op.F, Op.B, Op.I, Op.W)
 _HERE = Path(__file__).parent
@@ -38,12 +38,12 @@ def html_page(
     units: Units | None = None,
     chain: Sequence[Link] | None = None,
 ) -> str:
-    """A page with sliders for ranks, microbatches, costs and memory; shows the step that they make.
+    """A page with sliders for ranks, microbatches, costs and memory that shows the resulting step.
 
-    It draws the chosen schedule to time with what each rank keeps below, and compares all schedules at the
-    same setting. The page holds orders that the recipes made, at each of RANKS x MICROBATCHES, and the
-    reason for which a recipe refused; its script plays orders against costs and makes none. A fragment
-    chooses what it shows first: ``page.html#schedule=zb_h1&ranks=8&microbatches=20&W=0.5&FB=2``.
+    It draws the chosen schedule to time, with each rank's memory below, and compares all schedules at the
+    same setting. The page holds the orders that the recipes made for each of RANKS x MICROBATCHES, or the
+    reason why a recipe refused; its script simulates orders but makes none. A fragment of the address
+    chooses the first setting: ``page.html#schedule=zb_h1&ranks=8&microbatches=20&W=0.5&FB=2``.
 
     >>> from dualpipe_jax.schedule import dualpipe, html_page
     >>> page = html_page(dualpipe(4, 8), recipes=[dualpipe])  # write it to a file and open that in a browser
@@ -51,16 +51,17 @@ def html_page(
     '<!doctype html>'
 
     Args:
-      schedule: what the page shows at first, whatever its name, counts and maker; DualPipe on 8 ranks with
-        20 microbatches if left out. Up to the largest of the counts above, its own are added to them.
-      costs: at first, of a rank's whole share of the model: each of its k stages in a pipe takes 1/k.
-      memory: likewise.
+      schedule: the schedule that the page shows at first, of any name and counts, also if no recipe made it;
+        DualPipe on 8 ranks with 20 microbatches if left out. If its counts do not exceed the largest of RANKS
+        and MICROBATCHES, the page also offers them for all other schedules.
+      costs: the first costs, of a rank's whole share of the model: each of its k stages in a pipe takes 1/k.
+      memory: the first sizes, likewise of a rank's whole share.
       units: the units of the costs and sizes.
-      chain: slots of the schedule that wait for each other, from ``blame``, to be marked until something changes.
-      recipes: functions of (num_ranks, num_microbatches); ALL_SCHEDULES if left out.
+      chain: slots of the schedule that wait for each other, from ``blame``; they are marked until a setting changes.
+      recipes: functions of (num_ranks, num_microbatches); if left out, ALL_SCHEDULES and their finer variants.
 
     Returns:
-      The page's HTML: a few seconds' work, some hundred kilobytes.
+      The page's HTML, some hundred kilobytes; making it takes a few seconds.
     """
     recipes = tuple(with_finer(ALL_SCHEDULES)) if recipes is None else tuple(recipes)
     shown = dualpipe(8, 20) if schedule is None else schedule
@@ -113,11 +114,11 @@ def _payload(
 
 
 def presets() -> list[tuple[str, dict[str, float], str]]:
-    """Costs to choose at once: name, values of the sliders, and where they come from.
+    """The presets of the page's costs: name, values of the sliders, and the source of the values.
 
-    F and I of the measured one are what a pair's parts take with their communication in series, so that they
-    and the pair are times of the same work. The forward and the backward for the input exchange as much with
-    the experts, and W nothing; so each of the two has half of what the serial pair takes beyond computing.
+    In the measured preset, F and I include their communication in series, so that they and the pair are times of
+    the same work. The forward and the backward for the input exchange equal amounts with the experts, and W
+    exchanges nothing; so each of the two gets half of the time that the serial pair takes beyond computing.
     """
     communicated = (_SERIAL - sum(_COMPUTED.values())) / 2
     f, i, w = _COMPUTED["F"] + communicated, _COMPUTED["I"] + communicated, _COMPUTED["W"]
@@ -158,7 +159,7 @@ def _start(name: str, counts: tuple[int, int], costs: CostModel, memory: MemoryM
 
 
 def _points(num_ranks: int, num_microbatches: int) -> list[tuple[int, int]]:
-    """The counts that the page holds: a grid, with a row and a column for the shown schedule's own."""
+    """The counts that the page holds: a grid, with a row and a column for the counts of the shown schedule."""
     shown = num_ranks, num_microbatches
     grid = itertools.product({*RANKS, num_ranks}, {*MICROBATCHES, num_microbatches})
     return sorted(point for point in grid if _small(point) or point == shown)
@@ -186,7 +187,8 @@ def encode(order: Iterable[Slot], held: tuple[int, ...]) -> str:
     """An order as text: a letter for each action, ``+`` between the two of a pair.
 
     The letter tells op and local stage: F B I W of the rank's first stage are A B C D, of its second
-    E F G H. The microbatch is the one after the letter's last, from 0, unless its number follows.
+    E F G H. A number after the letter is the microbatch; without one, it is the letter's previous microbatch + 1,
+    or 0 at first.
 
     >>> from dualpipe_jax.schedule import Action
     >>> encode(((Action(2, Op.F, 0),), (Action(2, Op.F, 1), Action(5, Op.B, 3))), (2, 5))

@@ -42,15 +42,16 @@ def plot(
     until: float | None = None,
     width: float | None = None,
 ) -> "Figure":
-    """Draw a simulated step: one row for each rank, time to the right, and below it a band for what it keeps.
+    """Draw a simulated step: one row for each rank, time to the right, and below a band of each rank's memory.
 
     A box is an action, coloured by op, with its microbatch's number (within its pipe) where there is room.
-    The shade is the pipe; or, where a pipe passes a rank several times, how often it has. Where there are two shades,
-    the numbers of the second are underlined. The two halves of an overlapped pair stand in one frame, the forward
-    above. Idle time is hatched, and its sum stands at the end of each row; transfers that take time are thin lines
-    between rows. Where the proven lower bound of the placement is shorter than the step, a line between the rows
-    marks it. The bands of all ranks have one scale, each with its peak at the end. The figure grows with the
-    schedule. Nothing of matplotlib's global state is read or left changed.
+    The shade shows the pipe and, where a pipe passes a rank several times, how often it has passed before.
+    Where there are two shades, the numbers of the second are underlined. The two halves of an overlapped pair
+    share one frame, with the forward above. Idle time is hatched, and its sum stands at the end of each
+    row; transfers that take time are thin lines between rows. Where the proven lower bound of the placement
+    is shorter than the step, a line between the rows marks it. The bands of all ranks have one scale, each
+    with its peak at the end. The figure grows with the schedule. Matplotlib's global state is neither read
+    nor left changed.
 
     >>> from dualpipe_jax.schedule import dualpipe, plot, simulate
     >>> figure = plot(simulate(dualpipe(4, 8)))  # a second argument "dualpipe.svg" also writes it there
@@ -59,20 +60,21 @@ def plot(
 
     Args:
       timeline: from ``simulate``.
-      path: where to write it too; SVG or PNG by its ending.
-      memory: sizes for one stage, for the second panel; live activations, that of a rank's whole share
-        of the model as the unit, if left out.
-      memory_label: what the second panel's axis says.
+      path: a file to which the figure is also written, as SVG or PNG by its ending.
+      memory: sizes of one stage, for the bands; if left out, live activations in units of the activations of a
+        rank's whole share of the model.
+      memory_label: the title of the bands.
       units: the units of times and sizes, written after each number.
-      chain: slots that wait for each other, from ``blame.critical_path`` or ``blame.why_idle``: they are framed, and
-        lines lead from one to the next.
-      bands: whether to draw what each rank keeps, below.
-      until: the time at the right edge, the step's end if left out: pictures of one scale can be compared by eye.
+      chain: slots that wait for each other, from ``blame.critical_path`` or ``blame.why_idle``: they are framed,
+        and lines lead from one to the next.
+      bands: whether to draw each rank's memory below the rows.
+      until: the time at the right edge, at least the step's end, which is the default; pictures of one scale can be
+        compared by eye.
       width: the figure's width in inches; as wide as the schedule needs if left out.
 
     Raises:
       ValueError: if the path ends in neither .svg nor .png.
-      ModuleNotFoundError: without matplotlib; says how to install it.
+      ModuleNotFoundError: without matplotlib; the message says how to install it.
     """
     label = memory_label or ("live activations" if memory is None else "memory")
     sizes = MemoryModel().for_schedule(timeline.schedule) if memory is None else memory
@@ -102,7 +104,7 @@ def plot(
 def _draw_memory(
     axes: "Axes", timeline: Timeline, kept: Sequence[tuple[Any, Any]], label: str, units: Units
 ) -> None:
-    """A band for each rank, all to one scale, so that none lies under another."""
+    """Draw a band for each rank, all to one scale; no band overlaps another."""
     ranks = len(kept)
     most = max(max(amounts) for _, amounts in kept) or 1.0
     for rank, (times, amounts) in enumerate(kept):
@@ -121,7 +123,7 @@ def _draw_memory(
 
 
 def _show_time(axes: "Axes", units: Units) -> None:
-    """Below the last of the axes."""
+    """Show the time below the last of the axes."""
     axes.set_xlabel(units.of_time("time"), size=8.5, color=INK)
     axes.tick_params(labelsize=8, colors=INK, length=3, labelbottom=True)
     axes.tick_params(axis="y", length=0)
@@ -180,7 +182,7 @@ def _add_legend(figure: "Figure", timeline: Timeline, chained: bool) -> None:
 
 
 def _size(timeline: Timeline) -> tuple[float, float]:
-    """Width in inches and dots an inch: room for the numbers in all but the shortest boxes, within reason.
+    """Width in inches and dots per inch, with room for the numbers in all but the shortest boxes, up to a limit.
 
     A long schedule gets a wide figure: numbers of two digits are read up to 16 ranks by 64 microbatches.
     """

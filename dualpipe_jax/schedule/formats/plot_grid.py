@@ -1,4 +1,4 @@
-"""The upper half of a schedule's picture: what each rank does when, what it waits for, what its idle time sums to."""
+"""The upper half of a schedule's picture: the slots of each rank over time, its waits and its total idle time."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 CHAIN = "#e3007b"
 IDLE_LINES = "#c3c3cd"
 ROW = 0.34
-"""Inches of a rank."""
+"""The height of a rank's row in inches."""
 
 _Corners = list[tuple[float, float]]
 
@@ -31,7 +31,7 @@ _SMALLEST, _LARGEST = 1.8, 8.0  # points of a number in a box
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """Half of a pair, or a whole slot: the rectangle of one action. ``top`` and ``height`` count rows."""
+    """The rectangle of one action: half of a pair, or a whole slot. ``top`` and ``height`` are in rows."""
 
     action: Action
     start: float
@@ -71,7 +71,7 @@ def _draw_idle(axes: "Axes", timeline: Timeline, units: Units) -> None:
 
 
 def _draw_sends(axes: "Axes", timeline: Timeline) -> None:
-    """A thin line for each transfer, from the end of what made it to where it has arrived."""
+    """Draw a thin line for each transfer, from the end of the action that made the value to its arrival."""
     placement = timeline.schedule.placement
     lines = []
     for box in boxes_of(timeline):
@@ -113,7 +113,7 @@ def _draw_bound(axes: "Axes", timeline: Timeline, units: Units) -> None:
 
 
 def draw_grid(axes: "Axes", timeline: Timeline, points: float, units: Units) -> None:
-    """All of it but the chain; ``points`` of the page to one unit of time."""
+    """Draw the whole upper half except the chain; one unit of time is ``points`` of the page wide."""
     _draw_idle(axes, timeline, units)
     placement = timeline.schedule.placement
     groups: dict[tuple[Op, int], list[Box]] = defaultdict(list)
@@ -179,7 +179,7 @@ def _corners(start: float, end: float, top: float, height: float) -> _Corners:
 
 
 def _size_of_number(box: Box, points: float, digits: int) -> float:
-    """Points of a number in a box; 0 where there is no room for one."""
+    """The font size of the number in a box, in points; 0 if there is no room for it."""
     high, wide = box.height * ROW * POINTS, (box.end - box.start) * points
     size = min(_LARGEST, 0.8 * high, wide / (0.64 * digits + 0.3))
     return size if size >= _SMALLEST else 0.0

@@ -1,4 +1,4 @@
-"""Schedules as text that people read and programs read back."""
+"""Schedules as text that people can read and ``parse_grid`` reads back."""
 
 import itertools
 import math
@@ -39,9 +39,9 @@ def format_grid(schedule: Schedule, costs: CostModel | None = None) -> str:
     rank 1: ... 1F0 1B0     1F1 1B1
 
     Raises:
-      ValueError: with costs, if the schedule hangs, or a slot takes no time and so has no room, or so little
-        time in comparison with the others that a line would not end; and if so many ranks are drawn that the
-        lines would fill the memory.
+      ValueError: with costs, if the schedule hangs, if a slot takes no time and so has no room, or if the lines
+        would be too long: because a slot takes very little time in comparison with the others, or there are very
+        many ranks.
     """
     if costs is not None:
         return format_timeline(simulate(schedule, costs))
@@ -49,17 +49,17 @@ def format_grid(schedule: Schedule, costs: CostModel | None = None) -> str:
 
 
 def format_timeline(timeline: Timeline) -> str:
-    """What ``format_grid`` prints with costs, of a step that was simulated already."""
+    """The text that ``format_grid`` returns with costs, for a step that has been simulated already."""
     return _headed(timeline.schedule, _drawn(timeline))
 
 
 def most_characters(num_ranks: int) -> int:
-    """Of a line drawn to time, where there are so many lines."""
+    """The most characters of each of ``num_ranks`` lines drawn to time."""
     return min(_WIDEST, _LARGEST // max(1, num_ranks))
 
 
 INSTEAD = "take fewer ranks or microbatches, or write it in another format, such as JSON"
-"""What to do about lines that are too long."""
+"""The advice for lines that are too long."""
 
 
 def _spelt(schedule: Schedule) -> list[list[str]]:
@@ -76,9 +76,9 @@ def _headed(schedule: Schedule, lines: Iterable[str]) -> str:
 def parse_grid(text: str, placement: Placement | None = None, name: str | None = None) -> Schedule:
     """Read a schedule that ``format_grid`` printed, or bare lines of slots, one per rank.
 
-    The first line may be ``# name, ranks 4, microbatches 8, pipes (0 1 2 3) (3 2 1 0)``. What it leaves
-    out comes from the arguments, and the number of microbatches from the actions. Labels ``rank 0:`` are
-    optional, dots are idle time, blank lines count for nothing. The result is not validated.
+    The first line may be ``# name, ranks 4, microbatches 8, pipes (0 1 2 3) (3 2 1 0)``. Parts that it leaves
+    out come from the arguments; without that line, the number of microbatches comes from the actions. Labels
+    ``rank 0:`` are optional, dots are idle time, blank lines are ignored. The result is not validated.
 
     >>> parse_grid("0F0 0B0", Placement.linear(1)).orders[0][1]
     (Action(stage=0, op=<Op.B: 'B'>, microbatch=0),)
@@ -89,7 +89,7 @@ def parse_grid(text: str, placement: Placement | None = None, name: str | None =
       name: name of the schedule, unless the header has one.
 
     Raises:
-      ValueError: if a line cannot be read (says which), or header, placement and lines disagree.
+      ValueError: if a line cannot be read (the message says which), or header, placement and lines disagree.
     """
     numbered = [(i, line.strip()) for i, line in enumerate(text.splitlines(), 1) if line.strip()]
     header = _HEADER.fullmatch(numbered[0][1]) if numbered else None
@@ -119,7 +119,10 @@ def parse_grid(text: str, placement: Placement | None = None, name: str | None =
 
 
 def excerpt(schedule: Schedule, around: Mapping[int, int], culprit: int, index: int | None) -> str:
-    """Lines of some ranks, each near its slot ``around[rank]``; the culprit marked, its slot in brackets."""
+    """Lines of the ranks of ``around``, each near its slot ``around[rank]``.
+
+    The line of rank ``culprit`` is marked, and its slot ``index``, if there is one, is in brackets.
+    """
     rows = []
     for rank in sorted(around):
         order = schedule.orders[rank]
@@ -146,7 +149,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def scale_of(timeline: Timeline, length: Callable[[Slot], int]) -> float:
-    """Columns to a unit of time, of lines in which each slot has room for so many characters and one more.
+    """The columns per unit of time with which each slot has room for ``length(slot)`` characters and one more.
 
     Raises:
       ValueError: a slot takes no time, or a line would be too long.
@@ -182,7 +185,7 @@ def _drawn(timeline: Timeline) -> list[str]:
 
 
 def column_at(time: float, scale: float) -> int:
-    """The column at which a time is drawn, ``scale`` of them to a unit; a sum's rounding moves nothing."""
+    """The column at which a time is drawn, at ``scale`` columns per unit; rounding errors of sums do not move it."""
     return math.floor(time * scale + 1e-6)
 
 

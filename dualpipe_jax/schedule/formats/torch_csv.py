@@ -14,7 +14,7 @@ from dualpipe_jax.schedule.simulate import simulate
 _PAIR = re.compile(r"\((.*);(.*)\)OVERLAP_F_B")
 
 _IMPLIED = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|REDUCE_GRAD)")
-"""What PyTorch adds when it lowers a schedule: transfers, FSDP's gathering, the last reduction."""
+"""Matches actions that PyTorch adds when it lowers a schedule: transfers, FSDP's gathering, the last reduction."""
 
 _Row = list[tuple[int, Slot]]
 """The slots of a line, each with the number of its cell."""
@@ -54,20 +54,21 @@ def from_torch_csv(text: str, placement: Placement | None = None, name: str = "p
     """Read a schedule in PyTorch's CSV, one line for each rank. The result is not validated.
 
     Both of PyTorch's formats are read: from "compute_comms" the work is taken, and SEND, RECV, UNSHARD,
-    RESHARD and REDUCE_GRAD are left out, since the order of the work implies them. Empty cells, too, say
-    nothing but that a rank waits. The number of microbatches is told by the highest one.
+    RESHARD and REDUCE_GRAD are left out, since the order of the work implies them. Empty cells
+    only mean that a rank waits. The number of microbatches follows from the highest microbatch.
 
     >>> from_torch_csv("0F0,,,0B0\\n,1F0,1B0").placement
     Placement(pipes=((0, 1),))
 
     Args:
       text: the CSV; the r-th line that is not blank is rank r - 1.
-      placement: which rank holds which stage. Left out, there is one pipe, its stages where the lines run
-        them; or two in opposite directions, where the lines would hang as one pipe and as two do not.
+      placement: which rank holds which stage. If left out, there is one pipe, with each stage on the rank whose
+        line runs it; or two pipes in opposite directions, if the lines hang as one pipe but not as two.
       name: name of the schedule.
 
     Raises:
-      ValueError: if a cell cannot be read (says which), or the lines leave the placement open.
+      ValueError: if a cell cannot be read (the message says which), the lines do not determine the placement, or
+        their number is not that of the placement's ranks.
     """
     lines = enumerate(text.removeprefix("\ufeff").splitlines(), 1)
     written = {number: line for number, line in lines if line.strip()}
@@ -86,7 +87,7 @@ def from_torch_csv(text: str, placement: Placement | None = None, name: str = "p
 
 
 class _OneStep(CostModel):
-    """Every slot takes one step, a pair too; which no choice of F, I, W and FB can say."""
+    """Costs with which every slot takes one step, B and pairs included; no values of F, I, W and FB give that."""
 
     def of(self, slot: Slot, placement: Placement) -> float:
         del slot, placement
@@ -127,7 +128,7 @@ def _read_cell(line: int, number: int, cell: str) -> Slot:
 
 
 def _placed(rows: Mapping[int, _Row]) -> Placement:
-    """The one pipe whose stages live where the lines, by their numbers, run them."""
+    """The placement of one pipe, with each stage on the rank whose line runs it; ``rows`` are by line number."""
     rank_of: dict[int, int] = {}
     for rank, (line, row) in enumerate(rows.items()):
         if not row:
@@ -152,7 +153,7 @@ def _placed(rows: Mapping[int, _Row]) -> Placement:
 
 
 def _as_two_pipes(placement: Placement, orders: tuple[tuple[Slot, ...], ...]) -> Placement:
-    """Two pipes in opposite directions for the V that their stages look like, if the orders run as those alone."""
+    """Two pipes in opposite directions instead of a V, if the orders hang on the V but run on the two pipes."""
     ranks = placement.num_ranks
     if placement != Placement.v(ranks) or _runs(placement, orders):
         return placement

@@ -15,20 +15,20 @@ from dualpipe_jax.schedule.simulate import Timeline
 _Event = dict[str, Any]
 
 _Microseconds = Callable[[float], int]
-"""A function from the timeline's time to the trace's."""
+"""A function from times of the timeline to whole microseconds of the trace."""
 
 _WORK, _SENDS, _MEMORY, _CHAIN = 1, 2, 3, 4
 """The trace's processes: groups of rows. To viewers, 0 is the kernel's idle process, which they hide."""
 
 _FIRST_ROW = 5
-"""Rows are threads, numbered after the processes, whose main threads they would be taken for otherwise."""
+"""Rows are threads. Their numbers begin after those of the processes, or viewers would take them for main threads."""
 
 _COLOURS = {"F": "rail_idle", "B": "rail_load", "I": "good", "W": "rail_response", "FB": "rail_animation"}
-"""chrome://tracing's names. Perfetto colours by a slice's name without its digits: by op, as it happens."""
+"""Colour names of chrome://tracing. Perfetto colours by a slice's name without its digits, which is also by op."""
 
 
 MICROSECONDS = {"": 1000.0, "s": 1e6, "ms": 1000.0, "us": 1.0}
-"""Microseconds of each unit of time that a trace can show as what it is; one of no name is shown as a millisecond."""
+"""The microseconds of each unit of time that a trace can show as it is; a unit without a name counts as 1 ms."""
 
 
 @typechecked
@@ -39,8 +39,8 @@ def to_chrome_trace(
 
     One row for each rank, named "rank 0", with a slice for each slot: ``0F3``, or ``0F3+7B1`` for a pair. A
     slice's category is its op, or FB; its arguments are stage, microbatch and pipe, a pair's those of both.
-    Arrows lead from a slice to those on other ranks that read what it made. Where sends take time they have
-    rows of their own, as many for a rank as it has under way at once. Counters tell each rank's live
+    Arrows lead from a slice to the slices on other ranks that read its outputs. Where sends take time they have
+    rows of their own, for each rank as many as it has sends under way at once. Counters show each rank's live
     activations. Idle time is blank.
 
     >>> from dualpipe_jax.schedule import one_f_one_b, simulate, to_chrome_trace
@@ -53,7 +53,7 @@ def to_chrome_trace(
       unit_us: microseconds of the trace for one unit of time of the timeline. The trace's times are whole
         microseconds, so that neighbours meet and never overlap; choose it large enough for the shortest
         slot to be seen.
-      chain: slots that wait for each other, from ``blame``; they are shown in a row of their own, too.
+      chain: slots that wait for each other, from ``blame``; they are also shown in a row of their own.
 
     Raises:
       ValueError: if ``unit_us`` is not finite and above 0.
@@ -70,7 +70,7 @@ def to_chrome_trace(
         events.append(
             _slice(_CHAIN, _CHAIN, name, "chain", (us(link.start), us(link.end)), {"rank": link.rank})
         )
-    events.sort(key=lambda event: event["ts"])  # stable: a slice stands before the arrow that it is bound to
+    events.sort(key=lambda event: event["ts"])  # stable: a slice stays before the arrow that is bound to it
     schedule = timeline.schedule
     return {
         "traceEvents": [*_labels(timeline, events), *events],
@@ -129,7 +129,7 @@ def _arrows(timeline: Timeline, us: _Microseconds) -> Iterator[_Event]:
 
 
 def _sends(timeline: Timeline, us: _Microseconds) -> Iterator[_Event]:
-    """A slice for each transfer, in the first of its rank's rows where there is room."""
+    """Yield a slice for each transfer, in the first of its rank's rows that is free then."""
     if not timeline.costs.dearest_send:
         return
     ranks, placement = timeline.schedule.num_ranks, timeline.schedule.placement
@@ -145,7 +145,7 @@ def _sends(timeline: Timeline, us: _Microseconds) -> Iterator[_Event]:
 
 
 def _transfers(timeline: Timeline) -> Iterator[tuple[tuple[int, int], tuple[int, int], Action]]:
-    """Sends from one (rank, slot index) to another, and the action whose result goes there; between ranks only."""
+    """Yield each transfer between ranks: (rank, slot index) of sender and of reader, and the sender's action."""
     schedule = timeline.schedule
     makers = {
         value: (place, action) for place, action in _places(schedule.orders) for value in made_by(action)
@@ -168,7 +168,7 @@ def _counters(timeline: Timeline, us: _Microseconds) -> Iterator[_Event]:
     for rank in range(timeline.schedule.num_ranks):
         times, counts = timeline.memory_over_time(rank)
         levels = dict(zip(map(us, times), counts, strict=True))
-        for time, live in levels.items():  # of one moment the last counts: what ends makes room first
+        for time, live in levels.items():  # of several levels at one moment, the last counts
             counted = {"live activations": live}
             yield {"ph": "C", "pid": _MEMORY, "name": f"rank {rank}", "ts": time, "args": counted}
 
