@@ -11,7 +11,7 @@ from dualpipe_jax.command.source import schedules_of
 from dualpipe_jax.present.numbers import number
 from dualpipe_jax.present.table import Table
 from dualpipe_jax.schedule import simulate
-from dualpipe_jax.schedule.difference import Parting, partings
+from dualpipe_jax.schedule.difference import Divergence, partings
 from dualpipe_jax.schedule.formats.costs_text import describe
 from dualpipe_jax.schedule.ir import spelt
 
@@ -77,6 +77,6 @@ class Diff:
         return 0
 
 
-def _facts(at: Parting) -> dict[str, Any]:
+def _facts(at: Divergence) -> dict[str, Any]:
     one, other = (None if slot is None else spelt(slot) for slot in (at.one, at.other))
     return {"rank": at.rank, "slot": at.index, "one": one, "other": other, "time": at.time}

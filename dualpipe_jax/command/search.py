@@ -24,9 +24,9 @@ from dualpipe_jax.command.options import (
 from dualpipe_jax.command.output import in_terminal, show, show_json, waiting
 from dualpipe_jax.present.numbers import Units, percent
 from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Schedule, simulate
-from dualpipe_jax.schedule.costs import HAIR, at_most
+from dualpipe_jax.schedule.costs import REL_TOLERANCE, at_most
 from dualpipe_jax.schedule.formats.json_text import to_json
-from dualpipe_jax.schedule.optimize.seeds import served
+from dualpipe_jax.schedule.optimize.seeds import schedules_for_counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +111,7 @@ class Search(Within):
 
     def named(self, share: Share) -> list[Row]:
         """The named schedules that fit the memory, the best first."""
-        schedules = served(ALL_SCHEDULES, self.ranks, self.microbatches)
+        schedules = schedules_for_counts(ALL_SCHEDULES, self.ranks, self.microbatches)
         rows = rows_of(schedules, share, {}, self.limit)
         return by_merit(row for row in rows if at_most(row.memory, self.limit))
 
@@ -120,7 +120,7 @@ def _verdict(ours: Row, named: list[Row], units: Units) -> str:
     if not named:
         return "no named schedule fits"
     best = named[0]
-    if math.isclose(ours.makespan, best.makespan, rel_tol=HAIR):
+    if math.isclose(ours.makespan, best.makespan, rel_tol=REL_TOLERANCE):
         return f"as long as {best.name}, the best of the named that fit"
     change = best.makespan - ours.makespan
     which = "shorter" if change > 0 else "longer"  # than one on another placement than was asked for

@@ -20,7 +20,7 @@ from dualpipe_jax.engine.slots import PoolLayout, read_slot, write_slot
 from dualpipe_jax.engine.state import Entry, State
 from dualpipe_jax.engine.trees import add_to
 from dualpipe_jax.pair.interleave import Pool
-from dualpipe_jax.schedule.lowering.table import Stand, TickTable, Unit
+from dualpipe_jax.schedule.lowering.table import LocalStage, TickTable, Unit
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 
@@ -109,35 +109,35 @@ class TaskBuilder:
 
     def tasks(self) -> list[Task]:
         """A task for each unit that the table runs. A pair that is not fused is run by the tasks of its F and its B."""
-        halves: dict[tuple[str, Stand], list[int]] = {}
+        halves: dict[tuple[str, LocalStage], list[int]] = {}
         tasks = []
         for number in sorted(set(self.table.column("unit").ravel().tolist()) - {-1}):
             unit = self.table.units[number]
             if unit.op == "FB" and self.fuse_pairs:
                 tasks.append(self._task(unit, (number,)))
                 continue
-            for op, stand in (
+            for op, stage in (
                 (unit.op.replace("FB", "F"), unit.forward),
                 (unit.op.replace("FB", "B"), unit.backward),
             ):
-                if stand is not None:
-                    halves.setdefault((op, stand), []).append(number)
-        for (op, stand), numbers in sorted(halves.items(), key=lambda item: (item[0][0] == "F", *item[0])):
-            unit = Unit(op, stand, None) if op == "F" else Unit(op, None, stand)
+                if stage is not None:
+                    halves.setdefault((op, stage), []).append(number)
+        for (op, stage), numbers in sorted(halves.items(), key=lambda item: (item[0][0] == "F", *item[0])):
+            unit = Unit(op, stage, None) if op == "F" else Unit(op, None, stage)
             tasks.append(self._task(unit, tuple(numbers)))
         return tasks
 
     def _task(self, unit: Unit, numbers: tuple[int, ...]) -> Task:
         op, ahead, back = unit
-        stands = [stand for stand in (ahead, back) if stand is not None]
-        key = UnitKey(op, tuple(self.kinds[stand.kind].name for stand in stands))
+        stages = [stage for stage in (ahead, back) if stage is not None]
+        key = UnitKey(op, tuple(self.kinds[stage.kind].name for stage in stages))
         changes = dict.fromkeys(
             [
                 *(self._forward_changes(ahead) if ahead else ()),
                 *(self._backward_changes(op, back) if back else ()),
             ]
         )
-        reads = tuple((self.constants.own[stand.local], self.constants.shared) for stand in stands)
+        reads = tuple((self.constants.own[stage.local], self.constants.shared) for stage in stages)
 
         def work(part: State, row: Row, *params: Tree) -> State:
             if ahead is not None and back is not None:
@@ -152,12 +152,12 @@ class TaskBuilder:
 
     # ------------------------------------------------------------------ forward
 
-    def _forward_changes(self, stand: Stand) -> tuple[Entry, ...]:
-        kind, last = self.kinds[stand.kind], stand.kind == self._last
-        touches_x = stand.kind != self._first or (not last and "x" in self.table.hands_over)
+    def _forward_changes(self, stage: LocalStage) -> tuple[Entry, ...]:
+        kind, last = self.kinds[stage.kind], stage.kind == self._last
+        touches_x = stage.kind != self._first or (not last and "x" in self.table.hands_over)
         return (
             *([Entry("pools", "x")] if touches_x else []),
-            *self._pool_entries(stand.kind, "residual_i", "residual_w"),
+            *self._pool_entries(stage.kind, "residual_i", "residual_w"),
             *([] if last else [Entry("under_way", "y")]),
             *([Entry("outputs")] if last and self.outputs else []),
             *(Entry("losses", name) for name in kind.losses),
@@ -165,18 +165,18 @@ class TaskBuilder:
             *([] if kind.dropped is None else [Entry("dropped")]),
         )
 
-    def _forward(self, part: State, row: Row, stand: Stand, params: Tree) -> State:
-        kind = self.kinds[stand.kind]
-        seen = self._x(part, row, stand, "F"), self._at(row, "F")
+    def _forward(self, part: State, row: Row, stage: LocalStage, params: Tree) -> State:
+        kind = self.kinds[stage.kind]
+        seen = self._x(part, row, stage, "F"), self._at(row, "F")
         made, aux, residuals_i, residuals_w = kind.forward(params, seen)
         part = self._write_pools(
-            part, row, "F", stand.kind, {"residual_i": residuals_i, "residual_w": residuals_w}
+            part, row, "F", stage.kind, {"residual_i": residuals_i, "residual_w": residuals_w}
         )
-        return self._finish_forward(part, row, stand, made, aux)
+        return self._finish_forward(part, row, stage, made, aux)
 
-    def _finish_forward(self, part: State, row: Row, stand: Stand, made: Any, aux: Any) -> State:
+    def _finish_forward(self, part: State, row: Row, stage: LocalStage, made: Any, aux: Any) -> State:
         (y, losses), (metrics, dropped) = made, aux
-        if stand.kind != self._last:
+        if stage.kind != self._last:
             if "x" in self.table.hands_over:
                 part = part.put(pools={"x": write_slot(part.pools["x"], row["F_y"], y)})
             part = part.put(under_way={"y": y})
@@ -193,75 +193,81 @@ class TaskBuilder:
 
     # ----------------------------------------------------------------- backward
 
-    def _backward_changes(self, op: str, stand: Stand) -> tuple[Entry, ...]:
-        kind = self._kind(stand)
-        last, first = stand.kind == self._last, stand.kind == self._first
+    def _backward_changes(self, op: str, stage: LocalStage) -> tuple[Entry, ...]:
+        kind = self._kind(stage)
+        last, first = stage.kind == self._last, stage.kind == self._first
         pools = {"I": ("residual_i", "residual_w", "stash"), "W": ("residual_w", "stash")}
-        entries = self._pool_entries(stand.kind, *pools.get(op, ("residual_i", "residual_w")))
-        if self._reads_x(op, stand) and not first:
+        entries = self._pool_entries(stage.kind, *pools.get(op, ("residual_i", "residual_w")))
+        if self._reads_x(op, stage) and not first:
             entries.append(Entry("pools", "x"))
         if op != "W":
             entries += [] if last and (first or "dy" not in self.table.hands_over) else [Entry("pools", "dy")]
             entries += [] if first else [Entry("under_way", "dx")]
             entries += [Entry("batch", leaf) for leaf in kind.batch]
         if op != "I":
-            entries += self._sum_entries(stand)
+            entries += self._sum_entries(stage)
         return tuple(entries)
 
-    def _backward(self, part: State, row: Row, stand: Stand, params: Tree) -> State:
-        residuals, dy = self._residuals(part, row, stand.kind), self._dy(part, row, stand)
-        seen, sums = self._backward_inputs(part, row, stand, "B"), self._current_sums(part, stand)
-        gradients = self._kind(stand).backward(params, seen, residuals, dy, sums, self.links)
-        return self._finish_backward(self._with_new_sums(part, stand, gradients), row, stand, gradients)
+    def _backward(self, part: State, row: Row, stage: LocalStage, params: Tree) -> State:
+        residuals, dy = self._residuals(part, row, stage.kind), self._dy(part, row, stage)
+        seen, sums = self._backward_inputs(part, row, stage, "B"), self._current_sums(part, stage)
+        gradients = self._kind(stage).backward(params, seen, residuals, dy, sums, self.links)
+        return self._finish_backward(self._with_new_sums(part, stage, gradients), row, stage, gradients)
 
-    def _input(self, part: State, row: Row, stand: Stand, params: Tree) -> State:
-        residuals, dy = self._residuals(part, row, stand.kind), self._dy(part, row, stand)
-        seen = self._backward_inputs(part, row, stand, "I")
-        gradients, stash = self._kind(stand).backward_input(params, seen, residuals, dy)
-        part = self._write_pools(part, row, "G", stand.kind, {"stash": stash})
-        return self._finish_backward(part, row, stand, gradients)
+    def _input(self, part: State, row: Row, stage: LocalStage, params: Tree) -> State:
+        residuals, dy = self._residuals(part, row, stage.kind), self._dy(part, row, stage)
+        seen = self._backward_inputs(part, row, stage, "I")
+        gradients, stash = self._kind(stage).backward_input(params, seen, residuals, dy)
+        part = self._write_pools(part, row, "G", stage.kind, {"stash": stash})
+        return self._finish_backward(part, row, stage, gradients)
 
-    def _weight(self, part: State, row: Row, stand: Stand, params: Tree) -> State:
-        residuals, stash = (self._read_pools(part, row, stand.kind, pool) for pool in ("residual_w", "stash"))
-        seen, sums = self._backward_inputs(part, row, stand, "W"), self._current_sums(part, stand)
-        gradients = self._kind(stand).backward_weight(params, seen, residuals, stash, sums)
-        return self._with_new_sums(part, stand, gradients)
+    def _weight(self, part: State, row: Row, stage: LocalStage, params: Tree) -> State:
+        residuals, stash = (self._read_pools(part, row, stage.kind, pool) for pool in ("residual_w", "stash"))
+        seen, sums = self._backward_inputs(part, row, stage, "W"), self._current_sums(part, stage)
+        gradients = self._kind(stage).backward_weight(params, seen, residuals, stash, sums)
+        return self._with_new_sums(part, stage, gradients)
 
-    def _finish_backward(self, part: State, row: Row, stand: Stand, gradients: Gradients) -> State:
-        for number, gradient in zip(self._kind(stand).batch, gradients.batch, strict=True):
+    def _finish_backward(self, part: State, row: Row, stage: LocalStage, gradients: Gradients) -> State:
+        for number, gradient in zip(self._kind(stage).batch, gradients.batch, strict=True):
             held, at = part.batch[number], row["G_microbatch"]
             part = part.put(batch={number: write_slot(held, at, add_to(read_slot(held, at), gradient))})
-        if stand.kind == self._first:
+        if stage.kind == self._first:
             return part
-        dx = self._whole_dx(part, stand, gradients.x)
+        dx = self._whole_dx(part, stage, gradients.x)
         if "dy" in self.table.hands_over:
             part = part.put(pools={"dy": write_slot(part.pools["dy"], row["G_dx"], dx)})
         return part.put(under_way={"dx": dx})
 
-    def _whole_dx(self, part: State, stand: Stand, gradients: list[Any]) -> list[Any]:
+    def _whole_dx(self, part: State, stage: LocalStage, gradients: list[Any]) -> list[Any]:
         """The gradients of all floating leaves of x; zeros for a leaf that the stage does not use."""
-        kind = self._kind(stand)
+        kind = self._kind(stage)
         made = dict(zip(kind.x, gradients, strict=True))
         return [
             made[number] if number in made else jnp.zeros_like(zero)
             for number, zero in zip(kind.floating_x, part.under_way["dx"], strict=True)
         ]
 
-    def _current_sums(self, part: State, stand: Stand) -> list[jax.Array]:
-        return [getattr(part, field)[key] for field, key in self._sum_entries(stand)]
+    def _current_sums(self, part: State, stage: LocalStage) -> list[jax.Array]:
+        return [getattr(part, field)[key] for field, key in self._sum_entries(stage)]
 
-    def _with_new_sums(self, part: State, stand: Stand, gradients: Gradients) -> State:
+    def _with_new_sums(self, part: State, stage: LocalStage, gradients: Gradients) -> State:
         """The part of the state with the new sums, which ``gradients`` holds in place of parameters' gradients."""
-        kind = self._kind(stand)
+        kind = self._kind(stage)
         return part.put(
-            own={(stand.local, leaf): total for leaf, total in zip(kind.own, gradients.own, strict=True)},
+            own={(stage.local, leaf): total for leaf, total in zip(kind.own, gradients.own, strict=True)},
             shared=dict(zip(kind.shared, gradients.shared, strict=True)),
         )
 
     # --------------------------------------------------------------------- pair
 
     def _pair(
-        self, part: State, row: Row, ahead: Stand, back: Stand, forward_params: Tree, backward_params: Tree
+        self,
+        part: State,
+        row: Row,
+        ahead: LocalStage,
+        back: LocalStage,
+        forward_params: Tree,
+        backward_params: Tree,
     ) -> State:
         first, second = self._kind(ahead), self._kind(back)
         seen = self._x(part, row, ahead, "F"), self._at(row, "F")
@@ -302,15 +308,15 @@ class TaskBuilder:
             changed[name][i] = pool
         return changed
 
-    def _sum_entries(self, stand: Stand) -> list[Entry]:
-        kind = self._kind(stand)
-        own = [Entry("own", (stand.local, leaf)) for leaf in kind.own]
+    def _sum_entries(self, stage: LocalStage) -> list[Entry]:
+        kind = self._kind(stage)
+        own = [Entry("own", (stage.local, leaf)) for leaf in kind.own]
         return [*own, *(Entry("shared", leaf) for leaf in kind.shared)]
 
     # ------------------------------------------------------------ small helpers
 
-    def _kind(self, stand: Stand) -> Kind:
-        kind = self.kinds[stand.kind]
+    def _kind(self, stage: LocalStage) -> Kind:
+        kind = self.kinds[stage.kind]
         assert isinstance(kind, Kind)
         return kind
 
@@ -324,16 +330,16 @@ class TaskBuilder:
             key=None if key is None else jax.random.key_data(key),
         )
 
-    def _x(self, part: State, row: Row, stand: Stand, letter: str) -> Tree:
-        return None if stand.kind == self._first else read_slot(part.pools["x"], row[f"{letter}_x"])
+    def _x(self, part: State, row: Row, stage: LocalStage, letter: str) -> Tree:
+        return None if stage.kind == self._first else read_slot(part.pools["x"], row[f"{letter}_x"])
 
-    def _backward_inputs(self, part: State, row: Row, stand: Stand, op: str) -> tuple[Tree, At]:
+    def _backward_inputs(self, part: State, row: Row, stage: LocalStage, op: str) -> tuple[Tree, At]:
         """The stage's input as the forward saw it, (x, at); x is None if it is not read any more."""
-        x = self._x(part, row, stand, "G") if self._reads_x(op, stand) else None
+        x = self._x(part, row, stage, "G") if self._reads_x(op, stage) else None
         return x, self._at(row, "G")
 
-    def _reads_x(self, op: str, stand: Stand) -> bool:
-        keep = self._kind(stand).keep_input
+    def _reads_x(self, op: str, stage: LocalStage) -> bool:
+        keep = self._kind(stage).keep_input
         return keep == "W" or (keep == "I" and op != "W")
 
     def _seed(self, name: str, row: Row, letter: str) -> jax.Array:
@@ -341,10 +347,10 @@ class TaskBuilder:
             self.constants.seeds[name], row[f"{letter}_microbatch"], keepdims=False
         )
 
-    def _dy(self, part: State, row: Row, stand: Stand) -> list[Any]:
+    def _dy(self, part: State, row: Row, stage: LocalStage) -> list[Any]:
         """The cotangents of the output x, over its floating leaves, then of the losses in the order of their names."""
-        above = [] if stand.kind == self._last else read_slot(part.pools["dy"], row["G_dy"])
-        return [*above, *(self._seed(name, row, "G") for name in sorted(self.kinds[stand.kind].losses))]
+        above = [] if stage.kind == self._last else read_slot(part.pools["dy"], row["G_dy"])
+        return [*above, *(self._seed(name, row, "G") for name in sorted(self.kinds[stage.kind].losses))]
 
     def _read_pools(self, part: State, row: Row, kind: int, pool: str) -> list[Any]:
         return [

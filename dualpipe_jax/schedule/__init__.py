@@ -93,7 +93,7 @@ __all__ = [
     "zb_v",
 ]
 
-_ROOM_OF = {
+_MODULE_OF = {
     "Candidate": "optimize.choose",
     "Optimum": "optimize.optimum",
     "TickTable": "lowering.table",
@@ -110,9 +110,9 @@ _ROOM_OF = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _ROOM_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(importlib.import_module(f"{__name__}.{_ROOM_OF[name]}"), name)
+    globals()[name] = found = getattr(importlib.import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
     return found
 
 

@@ -4,10 +4,10 @@ import dataclasses
 import math
 from collections.abc import Iterator
 
-from dualpipe_jax.schedule.costs import HAIR
+from dualpipe_jax.schedule.costs import REL_TOLERANCE
 from dualpipe_jax.schedule.dataflow import Value, makers, needed_by
 from dualpipe_jax.schedule.ir import Slot
-from dualpipe_jax.schedule.simulate import Timeline, send_hold
+from dualpipe_jax.schedule.simulate import Timeline, blocking_send_time
 
 _Place = tuple[int, int]
 """A rank, and the index of a slot in its order."""
@@ -58,7 +58,7 @@ def why_idle(timeline: Timeline, rank: int, time: float) -> list[Link]:
     links: list[Link] = []
     for link in _chain(timeline, (rank, following)):
         links.append(link)
-        if len(links) > 1 and link.start <= idle_since + HAIR * timeline.makespan:
+        if len(links) > 1 and link.start <= idle_since + REL_TOLERANCE * timeline.makespan:
             break
     return links
 
@@ -101,7 +101,7 @@ def _chain(timeline: Timeline, first: _Place) -> Iterator[Link]:
         yield Link(rank, timeline.schedule.orders[rank][index], start, timeline.ends[rank][index], sent)
         place, sent = None, False
         for (other, at), delay, crosses in _waits(timeline, made_at, (rank, index)):
-            if timeline.ends[other][at] + delay >= start - HAIR * timeline.makespan and start > 0:
+            if timeline.ends[other][at] + delay >= start - REL_TOLERANCE * timeline.makespan and start > 0:
                 place, sent = (other, at), crosses
                 break
 
@@ -123,5 +123,5 @@ def _waits(
                 found.append((maker, costs.transfer(maker[0], rank), True))
     if index:
         before = schedule.orders[rank][index - 1]
-        found.append(((rank, index - 1), send_hold(schedule.placement, before, costs), False))
+        found.append(((rank, index - 1), blocking_send_time(schedule.placement, before, costs), False))
     return found

@@ -9,18 +9,18 @@ from typing import Self
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.ir import Op, Placement, Schedule, Slot
 
-HAIR = 1e-9
+REL_TOLERANCE = 1e-9
 """The relative difference up to which two times or sizes count as equal: sums in another order round differently."""
 
 
 def at_most(value: float, limit: float) -> bool:
     """Whether a time, or a size, is at most a limit, within a relative error of 1e-9."""
-    return value <= limit * (1 + HAIR)
+    return value <= limit * (1 + REL_TOLERANCE)
 
 
-_NO_TIME = (0.0, 0.0, 0.0)
+_NO_EXTRA = (0.0, 0.0, 0.0)
 
-_SHARED_OUT = "residual_i", "residual_w", "stash", "parameters"
+_PER_LAYER_SIZES = "residual_i", "residual_w", "stash", "parameters"
 """The sizes that are proportional to a stage's number of layers."""
 
 
@@ -70,7 +70,7 @@ class CostModel:
             object.__setattr__(self, "FB", self.F + self.I + self.W)
         object.__setattr__(self, "extra", {stage: tuple(more) for stage, more in self.extra.items()})
         inside = ("send_inside",) if self.send_inside is not None else ()
-        _refuse_below_zero(self, ("F", "I", "W", "FB", "send", *inside))
+        _check_not_negative(self, ("F", "I", "W", "FB", "send", *inside))
         if self.ranks_per_node < 1:
             raise ValueError(f"CostModel: ranks_per_node={self.ranks_per_node}; a node has at least one rank")
         for stage, more in self.extra.items():
@@ -97,10 +97,10 @@ class CostModel:
     def more(self, placement: Placement, stage: int) -> tuple[float, float, float]:
         """The extra (F, I, W) of a stage."""
         if not self.extra:
-            return _NO_TIME
+            return _NO_EXTRA
         model_stage, stages = placement.model_stage(stage), placement.num_model_stages
         found = [self.extra[key] for key in {model_stage, model_stage - stages} if key in self.extra]
-        return tuple(map(sum, zip(*found, strict=True))) if found else _NO_TIME  # type: ignore[return-value]
+        return tuple(map(sum, zip(*found, strict=True))) if found else _NO_EXTRA  # type: ignore[return-value]
 
     def transfer(self, here: int, there: int) -> float:
         """The time of a transfer from rank ``here`` to rank ``there``; 0 if they are the same."""
@@ -170,14 +170,14 @@ class MemoryModel:
     fixed: float = 0.0
 
     def __post_init__(self):
-        _refuse_below_zero(self, (*_SHARED_OUT, "boundary", "fixed"))
+        _check_not_negative(self, (*_PER_LAYER_SIZES, "boundary", "fixed"))
         for stage, more in self.extra.items():
             if not math.isfinite(more):
                 raise ValueError(f"MemoryModel: extra[{stage}]={more}; it must be finite")
 
     def divided(self, parts: float) -> Self:
         """Sizes of a stage that holds 1/parts of the layers. ``boundary``, ``extra`` and ``fixed`` stay as they are."""
-        return dataclasses.replace(self, **{name: getattr(self, name) / parts for name in _SHARED_OUT})
+        return dataclasses.replace(self, **{name: getattr(self, name) / parts for name in _PER_LAYER_SIZES})
 
     def for_schedule(self, schedule: Schedule) -> Self:
         """Sizes of one stage of the schedule, if these are the sizes of a rank's equal share of the model."""
@@ -220,7 +220,7 @@ def stages_a_share(placement: Placement) -> float:
     return placement.num_model_stages / placement.num_ranks
 
 
-def _refuse_below_zero(model: CostModel | MemoryModel, names) -> None:
+def _check_not_negative(model: CostModel | MemoryModel, names) -> None:
     given = {name: getattr(model, name) for name in names}
     wrong = [f"{name}={value}" for name, value in given.items() if not (math.isfinite(value) and value >= 0)]
     if wrong:

@@ -75,7 +75,7 @@ def execution_order(
     return ran
 
 
-def order_of_all(schedule: Schedule, who: str) -> list[tuple[int, int]]:
+def complete_execution_order(schedule: Schedule, who: str) -> list[tuple[int, int]]:
     """``execution_order`` of a schedule; raises ValueError, with ``who`` as the caller's name, if it hangs."""
     ran = execution_order(schedule.placement, schedule.orders)
     if len(ran) < sum(map(len, schedule.orders)):

@@ -3,13 +3,13 @@
 import dataclasses
 import itertools
 
-from dualpipe_jax.schedule.costs import HAIR
+from dualpipe_jax.schedule.costs import REL_TOLERANCE
 from dualpipe_jax.schedule.ir import Slot
 from dualpipe_jax.schedule.simulate import Timeline
 
 
 @dataclasses.dataclass(frozen=True)
-class Parting:
+class Divergence:
     """The first difference between two simulated steps on one rank.
 
     Attributes:
@@ -27,7 +27,7 @@ class Parting:
     time: float | None
 
 
-def partings(one: Timeline, other: Timeline) -> list[Parting]:
+def partings(one: Timeline, other: Timeline) -> list[Divergence]:
     """The first difference of each rank that does not run the same slots at the same times in both steps.
 
     >>> from dualpipe_jax.schedule import gpipe, one_f_one_b, simulate
@@ -45,12 +45,12 @@ def partings(one: Timeline, other: Timeline) -> list[Parting]:
             f"partings: {names} place their stages differently, {placements[0].pipes} and {placements[1].pipes}, so "
             "that no slot of one is one of the other; give schedules of the same placement"
         )
-    found = (_of_a_rank(one, other, rank) for rank in range(one.schedule.num_ranks))
-    return [parting for parting in found if parting is not None]
+    found = (_divergence_of_rank(one, other, rank) for rank in range(one.schedule.num_ranks))
+    return [divergence for divergence in found if divergence is not None]
 
 
-def _of_a_rank(one: Timeline, other: Timeline, rank: int) -> Parting | None:
-    hair = HAIR * max(one.makespan, other.makespan)
+def _divergence_of_rank(one: Timeline, other: Timeline, rank: int) -> Divergence | None:
+    tolerance = REL_TOLERANCE * max(one.makespan, other.makespan)
     runs = [
         list(zip(line.schedule.orders[rank], line.starts[rank], line.ends[rank], strict=True))
         for line in (one, other)
@@ -59,9 +59,9 @@ def _of_a_rank(one: Timeline, other: Timeline, rank: int) -> Parting | None:
     for index, (here, there) in enumerate(itertools.zip_longest(*runs)):
         same = here is not None and there is not None and here[0] == there[0]
         _, starts, ends = zip(*filter(None, (here, there)), strict=True)
-        together = same and max(starts) - min(starts) <= hair
-        if time is None and not (together and max(ends) - min(ends) <= hair):
-            time = min(ends if together else starts)
+        start_together = same and max(starts) - min(starts) <= tolerance
+        if time is None and not (start_together and max(ends) - min(ends) <= tolerance):
+            time = min(ends if start_together else starts)
         if not same:
-            return Parting(rank, index, here and here[0], there and there[0], time)
-    return None if time is None else Parting(rank, None, None, None, time)
+            return Divergence(rank, index, here and here[0], there and there[0], time)
+    return None if time is None else Divergence(rank, None, None, None, time)

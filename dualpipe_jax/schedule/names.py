@@ -10,10 +10,10 @@ from dualpipe_jax.schedule.recipes import ALL_SCHEDULES, Recipe
 
 SCHEDULES: dict[str, Callable[..., Schedule]] = {recipe.__name__: recipe for recipe in ALL_SCHEDULES}
 
-_ALSO_CALLED = {"1f1b": "one_f_one_b", "zb1p": "zb_h1", "zb2p": "zb_h2", "wave": "hanayo"}
-_SPELLINGS = {name.replace("_", ""): name for name in SCHEDULES} | _ALSO_CALLED
+_ALIASES = {"1f1b": "one_f_one_b", "zb1p": "zb_h1", "zb2p": "zb_h2", "wave": "hanayo"}
+_SPELLINGS = {name.replace("_", ""): name for name in SCHEDULES} | _ALIASES
 
-_FINER = 4
+_FINER_STAGES_PER_RANK = 4
 """The number of stages on each rank in the finer variant of recipes that take that number."""
 
 
@@ -24,8 +24,8 @@ def find(name: str) -> Callable[..., Schedule]:
       ValueError: no schedule has this name; the message suggests similar names.
     """
     if is_known(name):
-        return SCHEDULES[_SPELLINGS[_plain(name)]]
-    words = difflib.get_close_matches(_plain(name), _SPELLINGS, n=3)
+        return SCHEDULES[_SPELLINGS[_normalised(name)]]
+    words = difflib.get_close_matches(_normalised(name), _SPELLINGS, n=3)
     near = dict.fromkeys(_SPELLINGS[word] for word in words)
     meant = f"did you mean {' or '.join(near)}? There" if near else "there"
     raise ValueError(f"there is no schedule {name!r}; {meant} are {', '.join(SCHEDULES)}")
@@ -57,20 +57,20 @@ def takes(recipe: Callable[..., Schedule], choice: str) -> bool:
     return choice in inspect.signature(recipe).parameters
 
 
-def with_finer(recipes: Iterable[Recipe]) -> Iterator[Recipe]:
+def with_finer_variants(recipes: Iterable[Recipe]) -> Iterator[Recipe]:
     """Yield the recipes, and after each that takes ``num_stages_per_rank`` its variant with four stages per rank."""
     for recipe in recipes:
         yield recipe
         if takes(recipe, "num_stages_per_rank"):
-            finer = functools.partial(recipe, **{"num_stages_per_rank": _FINER})
+            finer = functools.partial(recipe, **{"num_stages_per_rank": _FINER_STAGES_PER_RANK})
             functools.update_wrapper(finer, recipe)
-            finer.__name__ = f"{recipe.__name__}, {_FINER} stages a rank"  # type: ignore[attr-defined]
+            finer.__name__ = f"{recipe.__name__}, {_FINER_STAGES_PER_RANK} stages a rank"  # type: ignore[attr-defined]
             yield finer
 
 
 def is_known(name: str) -> bool:
-    return _plain(name) in _SPELLINGS
+    return _normalised(name) in _SPELLINGS
 
 
-def _plain(name: str) -> str:
+def _normalised(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")

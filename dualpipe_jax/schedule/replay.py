@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from dualpipe_jax.schedule.costs import HAIR, CostModel
+from dualpipe_jax.schedule.costs import REL_TOLERANCE, CostModel
 from dualpipe_jax.schedule.dataflow import execution_order, makers, needed_by
 from dualpipe_jax.schedule.ir import Action, Placement, Schedule, Slot
 from dualpipe_jax.schedule.simulate import Timeline, clock, simulate
@@ -15,7 +15,7 @@ from dualpipe_jax.schedule.simulate import Timeline, clock, simulate
 Timed = tuple[str, tuple[Action, ...], float]
 """A unit that ran: its kind (F, B, I, W, or FB for a pair), its actions, and its duration."""
 
-_PARTS = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}
+_OPS_OF_KIND = {"F": (0,), "B": (1, 2), "I": (1,), "W": (2,)}
 """For each kind, the indices of its parts in (F, I, W)."""
 
 
@@ -102,7 +102,7 @@ class Measured:
                 sent = max((end for maker, end in inputs if maker != rank), default=math.inf)
                 if free <= sent < math.inf:
                     whole.append(max(0.0, start - sent))
-                elif sent < free and start - free > HAIR * self.makespan:
+                elif sent < free and start - free > REL_TOLERANCE * self.makespan:
                     in_part.append(start - sent)
         return statistics.median(whole) if whole else min(in_part, default=0.0)
 
@@ -128,7 +128,7 @@ def fit(timed: Iterable[Timed], placement: Placement) -> CostModel:
         if kind == "FB":
             pairs.append((actions, took))
         else:
-            times[kind][_place(placement, actions[0])].append(took)
+            times[kind][_position(placement, actions[0])].append(took)
     found = {kind: {at: statistics.median(t) for at, t in by.items()} for kind, by in times.items()}
     usual = {kind: by.get("middle", min(by.values())) for kind, by in found.items()}
     both = statistics.median(took for _, took in pairs) if pairs else 0.0
@@ -136,24 +136,28 @@ def fit(timed: Iterable[Timed], placement: Placement) -> CostModel:
     forward, i, w = usual.get("F", both / 3), usual.get("I", backward / 2), usual.get("W", backward / 2)
     if not forward or not backward:
         raise ValueError("fit: no forwards or no backwards were measured; give a whole step")
-    extra = {place: _more(found, usual, place) for place in ("first", "middle", "last")}
+    extra = {place: _extra_at(found, usual, place) for place in ("first", "middle", "last")}
     alone = [
-        took - sum(extra[_place(placement, a)][part] for a in actions for part in _PARTS[a.op.value])
+        took - sum(extra[_position(placement, a)][part] for a in actions for part in _OPS_OF_KIND[a.op.value])
         for actions, took in pairs
     ]
     pair = max(0.0, statistics.median(alone)) if alone else forward + usual.get("B", i + w)
     return CostModel(
-        forward, i, w, pair, extra={0: _at_most(extra["first"], pair), -1: _at_most(extra["last"], pair)}
+        forward,
+        i,
+        w,
+        pair,
+        extra={0: _limit_reduction(extra["first"], pair), -1: _limit_reduction(extra["last"], pair)},
     )
 
 
-def _place(placement: Placement, action: Action) -> str:
+def _position(placement: Placement, action: Action) -> str:
     if placement.is_first(action.stage):
         return "first"
     return "last" if placement.is_last(action.stage) else "middle"
 
 
-def _more(
+def _extra_at(
     found: Mapping[str, Mapping[str, float]], usual: Mapping[str, float], place: str
 ) -> tuple[float, float, float]:
     """The extra cost of F, I and W at a place over the usual stage; I gets two thirds of a longer whole backward."""
@@ -165,7 +169,7 @@ def _more(
     return more.get("F", 0.0), part * backward, (1 - part) * backward
 
 
-def _at_most(more: tuple[float, float, float], pair: float) -> tuple[float, float, float]:
+def _limit_reduction(more: tuple[float, float, float], pair: float) -> tuple[float, float, float]:
     """Scale a negative extra so that it subtracts no more than a pair takes.
 
     A stage with almost no work has an extra near -(F + I + W), but a pair takes less than F + I + W, since its
@@ -193,7 +197,7 @@ class Unit(NamedTuple):
         return sum(self.times) - len(self.times) * self.simulated
 
 
-class Late(NamedTuple):
+class SlotDifference(NamedTuple):
     """The measured and the simulated duration of one slot."""
 
     rank: int
@@ -232,14 +236,14 @@ class Replay:
         return tuple(sorted(units, key=lambda unit: -abs(unit.difference)))
 
     @property
-    def slots(self) -> tuple[Late, ...]:
+    def slots(self) -> tuple[SlotDifference, ...]:
         """All slots, those first whose durations differ most from the simulation."""
         placement, costs = self.simulated.schedule.placement, self.simulated.costs
-        late = [
-            Late(rank, slot, start, end - start, costs.of(slot, placement))
+        differences = [
+            SlotDifference(rank, slot, start, end - start, costs.of(slot, placement))
             for rank, slot, start, end in self.measured.slots()
         ]
-        return tuple(sorted(late, key=lambda one: -abs(one.took - one.simulated)))
+        return tuple(sorted(differences, key=lambda one: -abs(one.took - one.simulated)))
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel
-from dualpipe_jax.schedule.dataflow import Orders, Value, made_by, needed_by, order_of_all
+from dualpipe_jax.schedule.dataflow import Orders, Value, complete_execution_order, made_by, needed_by
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Timeline:
     @functools.cached_property
     def peak_activations(self) -> tuple[int, ...]:
         """The most (stage, microbatch) pairs live at once on each rank, from the start of F to the end of I or B."""
-        return self._most_of(MemoryModel(residual_i=1))
+        return self._peak_counts(MemoryModel(residual_i=1))
 
     @functools.cached_property
     def peak_weight_stashes(self) -> tuple[int, ...]:
@@ -72,14 +72,14 @@ class Timeline:
 
         A full backward owes none.
         """
-        return self._most_of(MemoryModel(residual_i=0, stash=1))
+        return self._peak_counts(MemoryModel(residual_i=0, stash=1))
 
     @functools.cached_property
     def peak_inputs(self) -> tuple[int, ...]:
         """The most stage inputs kept at once on each rank, each from the start of F to the end of B or W."""
-        return self._most_of(MemoryModel(residual_i=0, boundary=1))
+        return self._peak_counts(MemoryModel(residual_i=0, boundary=1))
 
-    def _most_of(self, counted: MemoryModel) -> tuple[int, ...]:
+    def _peak_counts(self, counted: MemoryModel) -> tuple[int, ...]:
         return tuple(map(int, self.memory(counted)))
 
     def memory(self, sizes: MemoryModel | None = None) -> tuple[float, ...]:
@@ -87,7 +87,7 @@ class Timeline:
         sizes = MemoryModel() if sizes is None else sizes
         # Durations do not matter: a rank runs its slots one after the other.
         return tuple(
-            _most(sizes.at_rest(self.schedule.placement, rank), order, sizes)
+            _peak(sizes.at_rest(self.schedule.placement, rank), order, sizes)
             for rank, order in enumerate(self.schedule.orders)
         )
 
@@ -102,7 +102,7 @@ class Timeline:
         sizes = MemoryModel() if sizes is None else sizes
         kept = sizes.at_rest(self.schedule.placement, rank)
         times, amounts = [0.0], [kept]
-        changes = _changes(self.schedule.orders[rank], sizes)
+        changes = _memory_changes(self.schedule.orders[rank], sizes)
         for (taken, freed), start, end in zip(changes, self.starts[rank], self.ends[rank], strict=True):
             for time, change in ((start, taken), (end, -freed)):
                 if change:
@@ -112,16 +112,16 @@ class Timeline:
         return tuple(times), tuple(amounts)
 
 
-def _most(kept: float, order: Sequence[Slot], sizes: MemoryModel) -> float:
+def _peak(kept: float, order: Sequence[Slot], sizes: MemoryModel) -> float:
     most = kept
-    for taken, freed in _changes(order, sizes):
+    for taken, freed in _memory_changes(order, sizes):
         kept += taken
         most = max(most, kept)
         kept -= freed
     return most
 
 
-def _changes(order: Sequence[Slot], sizes: MemoryModel) -> Iterator[tuple[float, float]]:
+def _memory_changes(order: Sequence[Slot], sizes: MemoryModel) -> Iterator[tuple[float, float]]:
     """For each slot, the memory that it takes when it starts, and the memory that it frees when it ends."""
     by_op = sizes.before_and_after
     for slot in order:
@@ -151,7 +151,7 @@ def simulate(schedule: Schedule, costs: CostModel | None = None) -> Timeline:
       ValueError: if the schedule hangs (``validate`` says where and why), or if its makespan is not finite.
     """
     costs = CostModel() if costs is None else costs
-    ran = order_of_all(schedule, "simulate")
+    ran = complete_execution_order(schedule, "simulate")
     starts, ends = clock(schedule.placement, schedule.orders, ran, costs)
     if not all(math.isfinite(end[-1]) for end in ends if end):
         raise ValueError(
@@ -186,12 +186,12 @@ def jittered(
     import numpy as np
 
     spread = math.sqrt(math.log1p(jitter**2))
-    dice = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
 
     def vary(cost: float) -> np.ndarray:
-        return cost * np.exp(spread * dice.standard_normal(runs) - spread**2 / 2)
+        return cost * np.exp(spread * rng.standard_normal(runs) - spread**2 / 2)
 
-    ran, costs = order_of_all(schedule, "simulate"), CostModel() if costs is None else costs
+    ran, costs = complete_execution_order(schedule, "simulate"), CostModel() if costs is None else costs
     _, ends = clock(schedule.placement, schedule.orders, ran, costs, vary=vary, latest=np.maximum)
     return np.sort(np.max([end[-1] for end in ends if len(end)], axis=0))
 
@@ -226,22 +226,23 @@ def clock(
             for value in made_by(action):
                 made_at[value] = end
         if costs.blocking:
-            free_at[rank] = end + send_hold(
-                placement, slot, costs
-            )  # not in place: ``end`` may be the same array
+            # Not in place: ``end`` may be the same array.
+            free_at[rank] = end + blocking_send_time(placement, slot, costs)
         starts[rank].append(start)
         ends[rank].append(end)
     return starts, ends
 
 
-def send_hold(placement: Placement, slot: Slot, costs: CostModel) -> float:
+def blocking_send_time(placement: Placement, slot: Slot, costs: CostModel) -> float:
     """How long a slot's blocking sends keep its rank from the next slot: as long as the longest of them."""
     if not costs.blocking:
         return 0.0
-    return max(costs.transfer(placement.rank_of[action.stage], sent_to(placement, action)) for action in slot)
+    return max(
+        costs.transfer(placement.rank_of[action.stage], reading_rank(placement, action)) for action in slot
+    )
 
 
-def sent_to(placement: Placement, action: Action) -> int:
+def reading_rank(placement: Placement, action: Action) -> int:
     """The rank that reads the output of an action: its own rank if no other stage reads it."""
     stage, op, _ = action
     if op is Op.W or (placement.is_last(stage) if op is Op.F else placement.is_first(stage)):

@@ -12,14 +12,14 @@ from dualpipe_jax.schedule.formats.text import excerpt
 from dualpipe_jax.schedule.ir import Action, Op, Schedule, Slot, spelt
 from dualpipe_jax.schedule.simulate import clock
 
-_RULE = "A stage runs F, then B (or I, later W), and hands over in pipe order."
+_ORDER_RULE = "A stage runs F, then B (or I, later W), and hands over in pipe order."
 
-_ONCE = "Each stage runs each microbatch of its pipe once: F, and B or both I and W."
+_ONCE_RULE = "Each stage runs each microbatch of its pipe once: F, and B or both I and W."
 
-_Where = dict[Action, int]
+_SlotOf = dict[Action, int]
 """The slot of each action on one rank."""
 
-_Circle = dict[int, tuple[int, int]]
+_Cycle = dict[int, tuple[int, int]]
 """Ranks that wait for each other in a ring: for each, the rank and the index of the slot that it waits for."""
 
 
@@ -75,11 +75,11 @@ def _check_counts(schedule: Schedule) -> None:
         )
 
 
-def _check_slots(schedule: Schedule, rank: int) -> _Where:
+def _check_slots(schedule: Schedule, rank: int) -> _SlotOf:
     """Check each slot of a rank by itself, then against earlier slots; return the slot index of each action."""
     placement = schedule.placement
     here, known = set(placement.stages_on[rank]), range(schedule.microbatches_per_pipe)
-    where: _Where = {}
+    where: _SlotOf = {}
     for index, slot in enumerate(schedule.orders[rank]):
         _check_shape(schedule, rank, index, slot)
         for action in slot:
@@ -87,12 +87,12 @@ def _check_slots(schedule: Schedule, rank: int) -> _Where:
                 _refuse_place(schedule, rank, index, action)
             if action in where:
                 fault = f"runs {action} again; slot {where[action]} ran it already"
-                _refuse(schedule, rank, index, fault, f"{_ONCE} Drop one of the two.")
+                _refuse(schedule, rank, index, fault, f"{_ONCE_RULE} Drop one of the two.")
             rivals = () if action.op is Op.F else (Op.I, Op.W) if action.op is Op.B else (Op.B,)
             for rival in (Action(action.stage, op, action.microbatch) for op in rivals):
                 if rival in where:
                     fault = f"runs {action}, though slot {where[rival]} runs {rival}"
-                    _refuse(schedule, rank, index, fault, f"{_ONCE} B is I and W in one.")
+                    _refuse(schedule, rank, index, fault, f"{_ONCE_RULE} B is I and W in one.")
             where[action] = index
     return where
 
@@ -135,7 +135,7 @@ def _refuse_place(schedule: Schedule, rank: int, index: int, action: Action) -> 
     _refuse(schedule, rank, index, fault, advice)
 
 
-def _check_complete(schedule: Schedule, rank: int, where: _Where) -> None:
+def _check_complete(schedule: Schedule, rank: int, where: _SlotOf) -> None:
     ops = collections.Counter(action.op for action in where)
     due = len(schedule.placement.stages_on[rank]) * schedule.microbatches_per_pipe
     if ops[Op.F] == ops[Op.B] + ops[Op.I] == due and ops[Op.I] == ops[Op.W]:
@@ -150,10 +150,10 @@ def _check_complete(schedule: Schedule, rank: int, where: _Where) -> None:
             though = "" if near is None else f", though slot {near} runs {spelt(schedule.orders[rank][near])}"
             either = f" (nor {i} and {w})" if missing is b else ""
             fault = f"never runs {missing}{either}{though}"
-            _refuse(schedule, rank, near, fault, f"{_ONCE} Add {missing}.", place=f"rank {rank}")
+            _refuse(schedule, rank, near, fault, f"{_ONCE_RULE} Add {missing}.", place=f"rank {rank}")
 
 
-def _check_rank_order(schedule: Schedule, rank: int, where: _Where) -> None:
+def _check_rank_order(schedule: Schedule, rank: int, where: _SlotOf) -> None:
     """Check that each rank runs the actions of a microbatch forward through its pipe, then back."""
     placement = schedule.placement
     turn = 2 * placement.num_model_stages - 1
@@ -171,7 +171,7 @@ def _check_rank_order(schedule: Schedule, rank: int, where: _Where) -> None:
             late, wrong = action, step < before
             last[pipe, microbatch] = step, action
         if wrong:
-            advice = f"{_RULE} Check the order given to rank {rank}."
+            advice = f"{_ORDER_RULE} Check the order given to rank {rank}."
             _refuse(schedule, rank, where[early], f"runs {early} before {late}", advice)
 
 
@@ -186,21 +186,21 @@ def _check_ends(schedule: Schedule) -> None:
     at = [ran_on[rank] for rank in range(len(orders))]
     made_at = makers(orders)
     made = {value for value, (rank, index) in made_at.items() if index < at[rank]}
-    circle: _Circle = {}
+    cycle: _Cycle = {}
     rank = next(rank for rank, order in enumerate(orders) if at[rank] < len(order))
-    while rank not in circle:
+    while rank not in cycle:
         slot = orders[rank][at[rank]]
         value = next(v for action in slot for v in needed_by(placement, action) if v not in made)
-        circle[rank] = made_at[value]
-        rank = circle[rank][0]
-    while next(iter(circle)) != rank:  # ranks that only lead into the cycle are not part of it
-        del circle[next(iter(circle))]
-    late = dict(circle.values())
-    culprit = min(circle, key=lambda rank: _blame(schedule, at, made, rank, late[rank]))
-    _refuse_knot(schedule, at, circle, culprit)
+        cycle[rank] = made_at[value]
+        rank = cycle[rank][0]
+    while next(iter(cycle)) != rank:  # ranks that only lead into the cycle are not part of it
+        del cycle[next(iter(cycle))]
+    late = dict(cycle.values())
+    faulty_rank = min(cycle, key=lambda rank: _fault_key(schedule, at, made, rank, late[rank]))
+    _refuse_deadlock(schedule, at, cycle, faulty_rank)
 
 
-def _blame(
+def _fault_key(
     schedule: Schedule, at: list[int], made: set[Value], rank: int, late: int
 ) -> tuple[bool, int, float]:
     """A sort key for the ranks of a deadlock: the rank with the least key is reported as the one at fault.
@@ -237,28 +237,33 @@ def _in_sequence(order: Iterable[Slot]) -> bool:
     return True
 
 
-def _refuse_knot(schedule: Schedule, at: list[int], circle: _Circle, culprit: int) -> NoReturn:
+def _refuse_deadlock(schedule: Schedule, at: list[int], cycle: _Cycle, faulty_rank: int) -> NoReturn:
     chain: list[str] = []
-    rank = culprit
-    while not chain or rank != culprit:
-        waited, index = circle[rank]
+    rank = faulty_rank
+    while not chain or rank != faulty_rank:
+        waited, index = cycle[rank]
         stuck, wanted = schedule.orders[rank][at[rank]], schedule.orders[waited][index]
         chain.append(
             f"Rank {rank}, slot {at[rank]} ({spelt(stuck)}) waits for "
             f"rank {waited}, slot {index} ({spelt(wanted)})."
         )
         rank = waited
-    early, late = (schedule.orders[culprit][i] for i in (at[culprit], dict(circle.values())[culprit]))
+    early, late = (
+        schedule.orders[faulty_rank][i] for i in (at[faulty_rank], dict(cycle.values())[faulty_rank])
+    )
     shown = chain if len(chain) <= 6 else [*chain[:3], f"... {len(chain) - 5} more ...", *chain[-2:]]
     _refuse(
         schedule,
-        culprit,
-        at[culprit],
+        faulty_rank,
+        at[faulty_rank],
         f"runs {spelt(early)} before {spelt(late)}, and so waits for itself",
         "\n".join(
-            [*shown, f"{_RULE} Check the order given to rank {culprit}: {spelt(late)} must come first."]
+            [
+                *shown,
+                f"{_ORDER_RULE} Check the order given to rank {faulty_rank}: {spelt(late)} must come first.",
+            ]
         ),
-        ((rank, at[rank]) for rank in circle),
+        ((rank, at[rank]) for rank in cycle),
     )
 
 

@@ -13,17 +13,20 @@ NAMES = {Op.F: "forward", Op.B: "backward", Op.I: "backward for input", Op.W: "b
 
 def num_shades(placement: Placement) -> int:
     """The number of shades in which the stages of a placement are drawn."""
-    return placement.num_pipes * _laps(placement)
+    return placement.num_pipes * _passes_over_ranks(placement)
 
 
 def shade(placement: Placement, stage: int) -> int:
     """The number of a stage's shade: by its pipe and, within it, by how often the pipe has passed all ranks."""
-    return placement.pipe_of(stage) * _laps(placement) + placement.model_stage(stage) // placement.num_ranks
+    return (
+        placement.pipe_of(stage) * _passes_over_ranks(placement)
+        + placement.model_stage(stage) // placement.num_ranks
+    )
 
 
 def shade_names(placement: Placement) -> tuple[str, ...]:
     """The meaning of each shade in words, palest first."""
-    laps = _laps(placement)
+    laps = _passes_over_ranks(placement)
     if placement.num_pipes > 1:
         pipes = [f"pipe {pipe}" for pipe in range(placement.num_pipes)]
         return tuple(f"{pipe} lap {lap}" if laps > 1 else pipe for pipe in pipes for lap in range(laps))
@@ -40,7 +43,7 @@ def colours(op: Op, shades: int) -> list[str]:
     return ["#" + "".join(f"{channel:02x}" for channel in rgb) for rgb in mixed]
 
 
-def _laps(placement: Placement) -> int:
+def _passes_over_ranks(placement: Placement) -> int:
     return math.ceil(placement.num_model_stages / placement.num_ranks)
 
 

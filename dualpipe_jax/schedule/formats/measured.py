@@ -81,22 +81,22 @@ def _from_trace(events: Iterable[Any]) -> Measured:
         row: int(match[1])
         for event in events
         if event.get("name") == "thread_name"
-        and (row := _row(event)) is not None
-        and (match := _RANK.fullmatch(_named(event)))
+        and (row := _row_of(event)) is not None
+        and (match := _RANK.fullmatch(_label(event)))
     }
     titles = {
-        row[0]: _named(event)
+        row[0]: _label(event)
         for event in events
-        if event.get("name") == "process_name" and (row := _row(event)) is not None
+        if event.get("name") == "process_name" and (row := _row_of(event)) is not None
     }
     slices: dict[Any, dict[int, list[tuple[float, float, Slot, Mapping[str, Any]]]]] = defaultdict(
         lambda: defaultdict(list)
     )
     for event in events:
-        row = _row(event)
-        if event.get("ph") == "X" and row in rows and (slot := _slot(event.get("name"))):
+        row = _row_of(event)
+        if event.get("ph") == "X" and row in rows and (slot := _slot_of_name(event.get("name"))):
             start = _milliseconds(event, "ts")
-            one = start, start + _milliseconds({"dur": 0} | event, "dur"), slot, _entries(event, "args")
+            one = start, start + _milliseconds({"dur": 0} | event, "dur"), slot, _object_under(event, "args")
             slices[row[0]][rows[row]].append(one)
     if not slices:
         raise ValueError(
@@ -118,20 +118,20 @@ def _from_trace(events: Iterable[Any]) -> Measured:
     return _measured(schedule, starts, ends)
 
 
-def _row(event: Mapping[str, Any]) -> tuple[Any, Any] | None:
+def _row_of(event: Mapping[str, Any]) -> tuple[Any, Any] | None:
     """The process and thread of an event; None if they are not numbers, strings or absent."""
     row = event.get("pid"), event.get("tid")
     return row if all(isinstance(part, int | str | None) for part in row) else None
 
 
-def _entries(about: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _object_under(about: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The JSON object under a name; an empty one if there is none."""
     found = about.get(name)
     return found if isinstance(found, dict) else {}
 
 
-def _named(event: Mapping[str, Any]) -> str:
-    return str(_entries(event, "args").get("name", ""))
+def _label(event: Mapping[str, Any]) -> str:
+    return str(_object_under(event, "args").get("name", ""))
 
 
 def _milliseconds(event: Mapping[str, Any], name: str) -> float:
@@ -144,7 +144,7 @@ def _milliseconds(event: Mapping[str, Any], name: str) -> float:
         ) from None
 
 
-def _slot(name: Any) -> Slot | None:
+def _slot_of_name(name: Any) -> Slot | None:
     if not isinstance(name, str) or name.count("+") > 1:
         return None
     try:
@@ -159,7 +159,11 @@ def _placement(ran: list[list[tuple[float, float, Slot, Mapping[str, Any]]]]) ->
     pipe_of: dict[int, int] = {}
     for rank, row in enumerate(ran):
         for _, _, slot, args in row:
-            each = [args] if len(slot) == 1 else [_entries(args, "forward"), _entries(args, "backward")]
+            each = (
+                [args]
+                if len(slot) == 1
+                else [_object_under(args, "forward"), _object_under(args, "backward")]
+            )
             for action, about in zip(slot, each, strict=True):
                 if rank_of.setdefault(action.stage, rank) != rank:
                     raise ValueError(

@@ -14,7 +14,7 @@ from dualpipe_jax.schedule.blame import Link
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel
 from dualpipe_jax.schedule.formats.colours import COLOURS, NAMES
 from dualpipe_jax.schedule.ir import Op, Schedule, Slot
-from dualpipe_jax.schedule.names import with_finer
+from dualpipe_jax.schedule.names import with_finer_variants
 from dualpipe_jax.schedule.recipes import ALL_SCHEDULES, Recipe, dualpipe
 
 RANKS = (2, 3, 4, 6, 8, 12, 16)
@@ -63,7 +63,7 @@ def html_page(
     Returns:
       The page's HTML, some hundred kilobytes; making it takes a few seconds.
     """
-    recipes = tuple(with_finer(ALL_SCHEDULES)) if recipes is None else tuple(recipes)
+    recipes = tuple(with_finer_variants(ALL_SCHEDULES)) if recipes is None else tuple(recipes)
     shown = dualpipe(8, 20) if schedule is None else schedule
     payload = _payload(shown, costs or CostModel(), memory or MemoryModel(), recipes)
     payload["units"] = dataclasses.asdict(units or Units())
@@ -87,9 +87,9 @@ def _payload(
     points = _points(*counts)
     made: dict[str, dict[tuple[int, int], Schedule | str]] = {
         recipe.__name__: {
-            point: _make(recipe, *point)
+            point: _make_or_refusal(recipe, *point)
             for point in points
-            if _small(point) or (recipe.__name__, point) == (shown.name, counts)
+            if _is_within_grid(point) or (recipe.__name__, point) == (shown.name, counts)
         }
         for recipe in recipes
     }
@@ -109,7 +109,7 @@ def _payload(
         "extra": [(stage, *more) for stage, more in costs.extra.items()],
         "kept": list(memory.extra.items()),
         "presets": presets(),
-        "start": _start(name, counts, costs, memory),
+        "start": _first_settings(name, counts, costs, memory),
     }
 
 
@@ -136,7 +136,9 @@ def presets() -> list[tuple[str, dict[str, float], str]]:
     ]
 
 
-def _start(name: str, counts: tuple[int, int], costs: CostModel, memory: MemoryModel) -> dict[str, Any]:
+def _first_settings(
+    name: str, counts: tuple[int, int], costs: CostModel, memory: MemoryModel
+) -> dict[str, Any]:
     together = costs.F + costs.I + costs.W
     sizes = {name: size for name, size in dataclasses.asdict(memory).items() if name != "extra"}
     return {
@@ -162,14 +164,14 @@ def _points(num_ranks: int, num_microbatches: int) -> list[tuple[int, int]]:
     """The counts that the page holds: a grid, with a row and a column for the counts of the shown schedule."""
     shown = num_ranks, num_microbatches
     grid = itertools.product({*RANKS, num_ranks}, {*MICROBATCHES, num_microbatches})
-    return sorted(point for point in grid if _small(point) or point == shown)
+    return sorted(point for point in grid if _is_within_grid(point) or point == shown)
 
 
-def _small(point: tuple[int, int]) -> bool:
+def _is_within_grid(point: tuple[int, int]) -> bool:
     return point[0] <= RANKS[-1] and point[1] <= MICROBATCHES[-1]
 
 
-def _make(recipe: Recipe, num_ranks: int, num_microbatches: int) -> Schedule | str:
+def _make_or_refusal(recipe: Recipe, num_ranks: int, num_microbatches: int) -> Schedule | str:
     try:
         return recipe(num_ranks, num_microbatches)
     except ValueError as refusal:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from dualpipe_jax.present.figure import FAINT, IDLE, INK, POINTS, new_figure, save
 from dualpipe_jax.present.numbers import Units, how_many, percent
 from dualpipe_jax.schedule.blame import Link
-from dualpipe_jax.schedule.costs import HAIR, MemoryModel
+from dualpipe_jax.schedule.costs import REL_TOLERANCE, MemoryModel
 from dualpipe_jax.schedule.formats.colours import NAMES, colours, num_shades, shade_names
 from dualpipe_jax.schedule.formats.costs_text import describe
 from dualpipe_jax.schedule.formats.plot_grid import (
@@ -17,7 +17,7 @@ from dualpipe_jax.schedule.formats.plot_grid import (
     boxes_of,
     draw_chain,
     draw_grid,
-    write_beside,
+    write_right_of_row,
 )
 from dualpipe_jax.schedule.ir import Op
 from dualpipe_jax.schedule.simulate import Timeline
@@ -114,7 +114,9 @@ def _draw_memory(
         axes.fill_between(until, heights, base, step="post", color=_FILL, linewidth=0)
         peak = max(amounts)
         axes.step(until, heights, where="post", color=INK, linewidth=0.7, label=f"rank {rank}")
-        write_beside(axes, rank, f"peak {units.size(peak)}", INK if peak >= most * (1 - HAIR) else FAINT)
+        write_right_of_row(
+            axes, rank, f"peak {units.size(peak)}", INK if peak >= most * (1 - REL_TOLERANCE) else FAINT
+        )
     axes.set_ylim(ranks, 0)
     axes.set_yticks([rank + 0.5 for rank in range(ranks)], [f"rank {rank}" for rank in range(ranks)])
     axes.set_title(
@@ -160,7 +162,7 @@ def _add_legend(figure: "Figure", timeline: Timeline, chained: bool) -> None:
     ]
     if any(len(slot) == 2 for order in schedule.orders for slot in order):
         entries.append((Patch(facecolor="none", edgecolor=INK), "overlapped pair"))
-    if max(timeline.idle) > HAIR * timeline.makespan:
+    if max(timeline.idle) > REL_TOLERANCE * timeline.makespan:
         entries.append((Patch(facecolor=IDLE, edgecolor=IDLE_LINES, hatch="////", linewidth=0), "idle"))
     if chained:
         entries.append((Patch(facecolor="none", edgecolor=CHAIN, linewidth=1.6), "waits for the one before"))

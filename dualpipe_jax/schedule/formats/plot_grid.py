@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from dualpipe_jax.present.figure import FAINT, IDLE, INK, POINTS
 from dualpipe_jax.present.numbers import Units
 from dualpipe_jax.schedule.blame import Link
-from dualpipe_jax.schedule.costs import HAIR
+from dualpipe_jax.schedule.costs import REL_TOLERANCE
 from dualpipe_jax.schedule.formats.colours import colours, is_dark, num_shades, shade
 from dualpipe_jax.schedule.ir import Action, Op
 from dualpipe_jax.schedule.optimize.bounds import bound_of_stages
 from dualpipe_jax.schedule.optimize.problem import Problem
-from dualpipe_jax.schedule.simulate import Timeline, sent_to
+from dualpipe_jax.schedule.simulate import Timeline, reading_rank
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +30,7 @@ _SMALLEST, _LARGEST = 1.8, 8.0  # points of a number in a box
 
 
 @dataclasses.dataclass(frozen=True)
-class Box:
+class ActionBox:
     """The rectangle of one action: half of a pair, or a whole slot. ``top`` and ``height`` are in rows."""
 
     action: Action
@@ -44,13 +44,13 @@ class Box:
         return _corners(self.start, self.end, self.top, self.height)
 
 
-def boxes_of(timeline: Timeline) -> Iterator[Box]:
+def boxes_of(timeline: Timeline) -> Iterator[ActionBox]:
     for rank, (order, starts, ends) in enumerate(
         zip(timeline.schedule.orders, timeline.starts, timeline.ends, strict=True)
     ):
         for slot, start, end in zip(order, starts, ends, strict=True):
             for part, action in enumerate(slot):
-                yield Box(action, start, end, rank + part / len(slot), 1 / len(slot))
+                yield ActionBox(action, start, end, rank + part / len(slot), 1 / len(slot))
 
 
 def _draw_idle(axes: "Axes", timeline: Timeline, units: Units) -> None:
@@ -61,9 +61,11 @@ def _draw_idle(axes: "Axes", timeline: Timeline, units: Units) -> None:
     for rank, (starts, ends) in enumerate(zip(timeline.starts, timeline.ends, strict=True)):
         edges = zip([0.0, *ends], [*starts, timeline.makespan], strict=True)
         gaps += [
-            _corners(end, start, rank, 1) for end, start in edges if start - end > HAIR * timeline.makespan
+            _corners(end, start, rank, 1)
+            for end, start in edges
+            if start - end > REL_TOLERANCE * timeline.makespan
         ]
-        write_beside(axes, rank, f"idle {units.duration(timeline.idle[rank])}", FAINT)
+        write_right_of_row(axes, rank, f"idle {units.duration(timeline.idle[rank])}", FAINT)
     if gaps:
         with rc_context({"hatch.linewidth": 0.5}):
             style = {"facecolors": IDLE, "edgecolors": IDLE_LINES, "hatch": "////", "linewidths": 0}
@@ -75,7 +77,7 @@ def _draw_sends(axes: "Axes", timeline: Timeline) -> None:
     placement = timeline.schedule.placement
     lines = []
     for box in boxes_of(timeline):
-        to = sent_to(placement, box.action)
+        to = reading_rank(placement, box.action)
         if took := timeline.costs.transfer(placement.rank_of[box.action.stage], to):
             lines.append([(box.end, box.top + box.height / 2), (box.end + took, to + 0.5)])
     if lines:
@@ -98,7 +100,7 @@ def draw_chain(axes: "Axes", chain: Sequence[Link]) -> None:
 def _draw_bound(axes: "Axes", timeline: Timeline, units: Units) -> None:
     schedule = timeline.schedule
     bound = bound_of_stages(schedule.placement, Problem(schedule.num_microbatches, timeline.costs))
-    if 0 < bound < timeline.makespan * (1 - HAIR):
+    if 0 < bound < timeline.makespan * (1 - REL_TOLERANCE):
         axes.axvline(bound, -0.01, 1.02, color="#c2185b", lw=1.4, gid="bound", zorder=0.8, clip_on=False)
         axes.annotate(
             f"proven bound {units.duration(bound)}",
@@ -116,7 +118,7 @@ def draw_grid(axes: "Axes", timeline: Timeline, points: float, units: Units) -> 
     """Draw the whole upper half except the chain; one unit of time is ``points`` of the page wide."""
     _draw_idle(axes, timeline, units)
     placement = timeline.schedule.placement
-    groups: dict[tuple[Op, int], list[Box]] = defaultdict(list)
+    groups: dict[tuple[Op, int], list[ActionBox]] = defaultdict(list)
     for box in boxes_of(timeline):
         groups[box.action.op, shade(placement, box.action.stage)].append(box)
     digits = len(str(max((box.action.microbatch for box in boxes_of(timeline)), default=0)))
@@ -141,7 +143,7 @@ def draw_grid(axes: "Axes", timeline: Timeline, points: float, units: Units) -> 
     _tidy_grid(axes, timeline)
 
 
-def _is_upper_half(box: Box) -> bool:
+def _is_upper_half(box: ActionBox) -> bool:
     return box.height < 1 and box.top == int(box.top)
 
 
@@ -178,21 +180,23 @@ def _corners(start: float, end: float, top: float, height: float) -> _Corners:
     return [(start, high), (end, high), (end, low), (start, low)]
 
 
-def _size_of_number(box: Box, points: float, digits: int) -> float:
+def _size_of_number(box: ActionBox, points: float, digits: int) -> float:
     """The font size of the number in a box, in points; 0 if there is no room for it."""
     high, wide = box.height * ROW * POINTS, (box.end - box.start) * points
     size = min(_LARGEST, 0.8 * high, wide / (0.64 * digits + 0.3))
     return size if size >= _SMALLEST else 0.0
 
 
-def _write_number(axes: "Axes", box: Box, size: float, ink: str) -> None:
+def _write_number(axes: "Axes", box: ActionBox, size: float, ink: str) -> None:
     if size:
         middle = (box.start + box.end) / 2, sum(_edges(box.top, box.height)) / 2
         text = str(box.action.microbatch)
         axes.text(*middle, text, size=size, color=ink, ha="center", va="center_baseline", clip_on=True)
 
 
-def _underline(axes: "Axes", boxes: Sequence[Box], sizes: Sequence[float], points: float, ink: str) -> None:
+def _underline(
+    axes: "Axes", boxes: Sequence[ActionBox], sizes: Sequence[float], points: float, ink: str
+) -> None:
     lines = []
     for box, size in zip(boxes, sizes, strict=True):
         if size:
@@ -203,7 +207,7 @@ def _underline(axes: "Axes", boxes: Sequence[Box], sizes: Sequence[float], point
     _draw_lines(axes, lines, "underlines", colors=ink, linewidths=0.09 * max(sizes))
 
 
-def write_beside(axes: "Axes", rank: int, text: str, colour: str) -> None:
+def write_right_of_row(axes: "Axes", rank: int, text: str, colour: str) -> None:
     """Write to the right of a rank's row."""
     axes.annotate(
         text,

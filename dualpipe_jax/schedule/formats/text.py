@@ -45,12 +45,12 @@ def format_grid(schedule: Schedule, costs: CostModel | None = None) -> str:
     """
     if costs is not None:
         return format_timeline(simulate(schedule, costs))
-    return _headed(schedule, _aligned(_spelt(schedule)))
+    return _with_header(schedule, _aligned(_slot_texts(schedule)))
 
 
 def format_timeline(timeline: Timeline) -> str:
     """The text that ``format_grid`` returns with costs, for a step that has been simulated already."""
-    return _headed(timeline.schedule, _drawn(timeline))
+    return _with_header(timeline.schedule, _lines_to_time(timeline))
 
 
 def most_characters(num_ranks: int) -> int:
@@ -62,11 +62,11 @@ INSTEAD = "take fewer ranks or microbatches, or write it in another format, such
 """The advice for lines that are too long."""
 
 
-def _spelt(schedule: Schedule) -> list[list[str]]:
+def _slot_texts(schedule: Schedule) -> list[list[str]]:
     return [[spelt(slot) for slot in order] for order in schedule.orders]
 
 
-def _headed(schedule: Schedule, lines: Iterable[str]) -> str:
+def _with_header(schedule: Schedule, lines: Iterable[str]) -> str:
     pipes = " ".join(f"({' '.join(map(str, pipe))})" for pipe in schedule.placement.pipes)
     header = f"# {schedule.name}, ranks {schedule.num_ranks}, microbatches {schedule.num_microbatches}, "
     return "\n".join([f"{header}pipes {pipes}", *_labelled(range(schedule.num_ranks), lines)])
@@ -118,10 +118,10 @@ def parse_grid(text: str, placement: Placement | None = None, name: str | None =
     return Schedule((header and header["name"]) or name or "parsed", placement, microbatches, orders)
 
 
-def excerpt(schedule: Schedule, around: Mapping[int, int], culprit: int, index: int | None) -> str:
+def excerpt(schedule: Schedule, around: Mapping[int, int], faulty_rank: int, index: int | None) -> str:
     """Lines of the ranks of ``around``, each near its slot ``around[rank]``.
 
-    The line of rank ``culprit`` is marked, and its slot ``index``, if there is one, is in brackets.
+    The line of rank ``faulty_rank`` is marked, and its slot ``index``, if there is one, is in brackets.
     """
     rows = []
     for rank in sorted(around):
@@ -129,10 +129,10 @@ def excerpt(schedule: Schedule, around: Mapping[int, int], culprit: int, index: 
         first = max(0, min(around[rank] - 3, len(order) - 8))
         cells = ["..."] if first else []
         for i in range(first, min(first + 8, len(order))):
-            cells.append(f"[{spelt(order[i])}]" if (rank, i) == (culprit, index) else spelt(order[i]))
+            cells.append(f"[{spelt(order[i])}]" if (rank, i) == (faulty_rank, index) else spelt(order[i]))
         rows.append([*cells, *(["..."] if first + 8 < len(order) else [])])
     lines = [
-        f"{line}  <-- here" if rank == culprit else line
+        f"{line}  <-- here" if rank == faulty_rank else line
         for rank, line in zip(sorted(around), _aligned(rows), strict=True)
     ]
     return "\n".join(_labelled(sorted(around), lines))
@@ -171,10 +171,10 @@ def scale_of(timeline: Timeline, length: Callable[[Slot], int]) -> float:
     return scale
 
 
-def _drawn(timeline: Timeline) -> list[str]:
+def _lines_to_time(timeline: Timeline) -> list[str]:
     schedule, scale = timeline.schedule, scale_of(timeline, lambda slot: len(spelt(slot)))
     lines = []
-    for row, starts, ends in zip(_spelt(schedule), timeline.starts, timeline.ends, strict=True):
+    for row, starts, ends in zip(_slot_texts(schedule), timeline.starts, timeline.ends, strict=True):
         line = ""
         for cell, start, end in zip(row, starts, ends, strict=True):
             wait = column_at(start, scale) - len(line)

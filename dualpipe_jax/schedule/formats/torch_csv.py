@@ -45,7 +45,7 @@ def to_torch_csv(schedule: Schedule, aligned: bool = False) -> str:
     """
     rows = [list(map(_cell, order)) for order in schedule.orders]
     if aligned:
-        rows = _spread(rows, simulate(schedule, _OneStep()).starts)
+        rows = _in_columns(rows, simulate(schedule, _OneStep()).starts)
     return "".join(f"{','.join(row)}\n" for row in rows)
 
 
@@ -76,7 +76,7 @@ def from_torch_csv(text: str, placement: Placement | None = None, name: str = "p
     rows = {number: _read_row(number, row) for number, row in read}
     orders = tuple(tuple(slot for _, slot in row) for row in rows.values())
     if placement is None:
-        placement = _as_two_pipes(_placed(rows), orders)
+        placement = _as_two_pipes(_one_pipe(rows), orders)
     if placement.num_ranks != len(rows):
         raise ValueError(
             f"from_torch_csv: {len(rows)} lines, but {placement.num_ranks} ranks in the placement; "
@@ -98,7 +98,7 @@ def _cell(slot: Slot) -> str:
     return str(slot[0]) if len(slot) == 1 else f"({';'.join(map(str, slot))})OVERLAP_F_B"
 
 
-def _spread(rows: Sequence[Sequence[str]], starts: Sequence[Sequence[float]]) -> list[list[str]]:
+def _in_columns(rows: Sequence[Sequence[str]], starts: Sequence[Sequence[float]]) -> list[list[str]]:
     """Put every cell into the column of its start."""
     spread = []
     for row, columns in zip(rows, starts, strict=True):
@@ -127,7 +127,7 @@ def _read_cell(line: int, number: int, cell: str) -> Slot:
         ) from None
 
 
-def _placed(rows: Mapping[int, _Row]) -> Placement:
+def _one_pipe(rows: Mapping[int, _Row]) -> Placement:
     """The placement of one pipe, with each stage on the rank whose line runs it; ``rows`` are by line number."""
     rank_of: dict[int, int] = {}
     for rank, (line, row) in enumerate(rows.items()):

@@ -91,7 +91,7 @@ def _slices(timeline: Timeline, us: _Microseconds) -> Iterator[_Event]:
     for rank, order in enumerate(timeline.schedule.orders):
         for slot, start, end in zip(order, timeline.starts[rank], timeline.ends[rank], strict=True):
             kind = kind_of(slot)
-            each = [_about(placement, action) for action in slot]
+            each = [_action_args(placement, action) for action in slot]
             args = each[0] if len(each) == 1 else dict(zip(("forward", "backward"), each, strict=True))
             span = us(start), us(end)
             drawn = _slice(_WORK, _FIRST_ROW + rank, spelt(slot), kind, span, args)
@@ -112,7 +112,7 @@ def _slice(process: int, row: int, name: str, kind: str, span: tuple[int, int], 
     }
 
 
-def _about(placement: Placement, action: Action) -> _Event:
+def _action_args(placement: Placement, action: Action) -> _Event:
     stage, op, microbatch = action
     return {"stage": stage, "op": op.value, "microbatch": microbatch, "pipe": placement.pipe_of(stage)}
 
@@ -141,23 +141,25 @@ def _sends(timeline: Timeline, us: _Microseconds) -> Iterator[_Event]:
         rows = range(_FIRST_ROW + ranks + rank, sys.maxsize, ranks)  # the first ``ranks`` rows are the work's
         row = next(row for row in rows if busy_until.get(row, 0) <= span[0])
         busy_until[row] = span[1]
-        yield _slice(_SENDS, row, f"{action} to rank {reader}", "send", span, _about(placement, action))
+        yield _slice(_SENDS, row, f"{action} to rank {reader}", "send", span, _action_args(placement, action))
 
 
 def _transfers(timeline: Timeline) -> Iterator[tuple[tuple[int, int], tuple[int, int], Action]]:
     """Yield each transfer between ranks: (rank, slot index) of sender and of reader, and the sender's action."""
     schedule = timeline.schedule
     makers = {
-        value: (place, action) for place, action in _places(schedule.orders) for value in made_by(action)
+        value: (place, action)
+        for place, action in _actions_by_slot(schedule.orders)
+        for value in made_by(action)
     }
-    for (reader, at), action in _places(schedule.orders):
+    for (reader, at), action in _actions_by_slot(schedule.orders):
         for value in needed_by(schedule.placement, action):
             (rank, index), maker = makers[value]
             if rank != reader:
                 yield (rank, index), (reader, at), maker
 
 
-def _places(orders: Iterable[Iterable[Slot]]) -> Iterator[tuple[tuple[int, int], Action]]:
+def _actions_by_slot(orders: Iterable[Iterable[Slot]]) -> Iterator[tuple[tuple[int, int], Action]]:
     for rank, order in enumerate(orders):
         for index, slot in enumerate(order):
             for action in slot:

@@ -28,8 +28,8 @@ def units_alone(
     counts = table.counts()
     most: dict[tuple[object, ...], int] = {}
     for number, (op, forward, backward) in enumerate(table.units):
-        stands = [stand for stand in (forward, backward) if stand is not None]
-        of = () if kinds is None else tuple(kinds[stand.kind] for stand in stands)
+        stages = [stage for stage in (forward, backward) if stage is not None]
+        of = () if kinds is None else tuple(kinds[stage.kind] for stage in stages)
         if op in ops and counts[number] > counts[most.setdefault((op, *of), number)]:
             most[op, *of] = number
     array = table.array.copy()

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from dualpipe_jax.schedule.costs import CostModel
-from dualpipe_jax.schedule.dataflow import order_of_all
+from dualpipe_jax.schedule.dataflow import complete_execution_order
 from dualpipe_jax.schedule.ir import Op, Schedule
 
 
@@ -139,6 +139,6 @@ def topological(flat: Flat) -> list[int]:
 
     Raises ValueError if the schedule hangs.
     """
-    ran = order_of_all(flat.schedule, "lower")
+    ran = complete_execution_order(flat.schedule, "lower")
     begin = flat.begin.tolist()
     return [begin[rank] + index for rank, index in ran]

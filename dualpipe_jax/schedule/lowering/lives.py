@@ -5,9 +5,9 @@ import heapq
 import numpy as np
 
 from dualpipe_jax.schedule.lowering.flat import Flat
-from dualpipe_jax.schedule.lowering.table import OPS, Keeps, Stand, Unit
+from dualpipe_jax.schedule.lowering.table import OPS, Keeps, LocalStage, Unit
 
-_MOMENTS = 2
+_MOMENTS_PER_TICK = 2
 """The number of moments of a tick: at the first its unit runs, at the second arrivals are written."""
 
 
@@ -27,7 +27,7 @@ class Values:
         self._flat, self._keeps = flat, keeps
 
         def moment(slot):
-            return np.where(slot >= 0, ticks[slot] * _MOMENTS, -1)
+            return np.where(slot >= 0, ticks[slot] * _MOMENTS_PER_TICK, -1)
 
         self.f, self.g = moment(flat.f_slot), moment(flat.g_slot)
         self.split = flat.w_slot >= 0
@@ -37,18 +37,18 @@ class Values:
         """All units in a stable order, and an int32 array [slots] with the number of each slot's unit."""
         flat = self._flat
 
-        def stands(values: np.ndarray) -> list[Stand | None]:
+        def local_stages(values: np.ndarray) -> list[LocalStage | None]:
             pairs = zip(
                 self.local_stage[values].tolist(), self.kind[values].tolist(), values.tolist(), strict=True
             )
-            return [Stand(local, kind) if value >= 0 else None for local, kind, value in pairs]
+            return [LocalStage(local, kind) if value >= 0 else None for local, kind, value in pairs]
 
         letters = np.select(
             [flat.pair, flat.f >= 0, flat.b >= 0, flat.i >= 0], ["FB", "F", "B", "I"], "W"
         ).tolist()
         backward = np.maximum(np.maximum(flat.b, flat.i), flat.w)
-        found = list(map(Unit, letters, stands(flat.f), stands(backward)))
-        none = Stand(-1, -1)
+        found = list(map(Unit, letters, local_stages(flat.f), local_stages(backward)))
+        none = LocalStage(-1, -1)
         units = sorted(set(found), key=lambda u: (OPS.index(u.op), u.forward or none, u.backward or none))
         numbers = {unit: k for k, unit in enumerate(units)}
         return tuple(units), np.array([numbers[unit] for unit in found], np.int32)
@@ -87,7 +87,7 @@ class Values:
 
         That is at once on the same rank, else at the end of the next tick.
         """
-        late = (produced[source] // _MOMENTS + 2) * _MOMENTS - 1
+        late = (produced[source] // _MOMENTS_PER_TICK + 2) * _MOMENTS_PER_TICK - 1
         return np.where(self.rank[source] == self.rank, produced[source], late)
 
 

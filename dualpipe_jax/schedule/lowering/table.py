@@ -45,7 +45,7 @@ class Keeps:
         return cls((0,) * num_stages, (keep_input,), pools)
 
 
-class Stand(NamedTuple):
+class LocalStage(NamedTuple):
     """The stage of a unit: its position among the rank's stages, ``placement.stages_on[rank]``, and its kind."""
 
     local: int
@@ -56,13 +56,13 @@ class Unit(NamedTuple):
     """The work of a rank in a tick: an op, and the stages of its forward and of its backward part."""
 
     op: str
-    forward: Stand | None
-    backward: Stand | None
+    forward: LocalStage | None
+    backward: LocalStage | None
 
     def slot(self, stages: Sequence[int]) -> Slot:
         """The unit as a slot of a rank that holds ``stages``; its microbatches are numbered 0."""
         parts = (self.forward, Op.F), (self.backward, Op.B if self.op == "FB" else Op(self.op))
-        return tuple(Action(stages[stand.local], op, 0) for stand, op in parts if stand is not None)
+        return tuple(Action(stages[stage.local], op, 0) for stage, op in parts if stage is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +164,7 @@ class TickTable:
         cost = np.zeros((self.schedule.num_ranks, none + 1))  # the last is "none", which is -1
         for rank, stages in enumerate(placement.stages_on):
             for number, unit in enumerate(self.units):
-                if max(stand.local for stand in unit[1:] if stand is not None) < len(stages):
+                if max(stage.local for stage in unit[1:] if stage is not None) < len(stages):
                     cost[rank, number] = costs.of(unit.slot(stages), placement)
         ranks = np.arange(self.schedule.num_ranks)
         return cost[ranks, self.column("unit")]

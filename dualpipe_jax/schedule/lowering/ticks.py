@@ -24,10 +24,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dualpipe_jax.schedule.costs import HAIR, CostModel
+from dualpipe_jax.schedule.costs import REL_TOLERANCE, CostModel
 from dualpipe_jax.schedule.lowering.flat import Channel, Flat, channels, topological
 
-_CHAIN = 256
+_LONGEST_CYCLE = 256
 """The longest chain of slots that is searched for a cycle. Cycles observed so far have 4 to 40 slots."""
 
 
@@ -56,7 +56,7 @@ def place(flat: Flat, costs: CostModel, rounds: int = 4) -> np.ndarray:
             reached = best_score[0] <= timeline.makespan + timeline.eps
             if timeline.steps_left <= 0 or (reached and best_score[1] <= 1.03 * fewest):
                 break
-            ticks = earliest(flat, ordered, _settle(timeline, early.tolist(), best_score[0]))
+            ticks = earliest(flat, ordered, _solve_constraints(timeline, early.tolist(), best_score[0]))
             best_score, best = min((best_score, best), (score(ticks), ticks), key=lambda found: found[0])
     return best
 
@@ -88,7 +88,7 @@ class _Timeline:
         self.begin, self.rank = flat.begin.tolist(), flat.rank.tolist()
         self.cost, self.send = cost.tolist(), send
         num_slots, num_ranks = flat.num_slots, flat.schedule.num_ranks
-        self.eps = HAIR * float(cost.sum())
+        self.eps = REL_TOLERANCE * float(cost.sum())
         self.after: list[list[tuple[int, int]]] = [[] for _ in range(num_slots)]
         self.later: list[list[tuple[int, float]]] = [[] for _ in range(num_slots)]
         self.before: list[list[tuple[int, float]]] = [[] for _ in range(num_slots)]
@@ -196,7 +196,7 @@ class _Timeline:
         return touched
 
 
-def _settle(timeline: _Timeline, ticks: list[int], limit: float) -> list[int]:
+def _solve_constraints(timeline: _Timeline, ticks: list[int], limit: float) -> list[int]:
     """Raise ticks until no constraint is violated; couplings that cannot hold become waits of the timeline.
 
     Slots are visited in the order of time, so that a contradiction is found, and its wait added, before later
@@ -219,8 +219,8 @@ def _settle(timeline: _Timeline, ticks: list[int], limit: float) -> list[int]:
                 raised.append(reader)
         for other, most, _ in couplings(slot):
             if now - most > ticks[other]:
-                cycle = _cycle(parent, slot, other)
-                if cycle and (broken := _break(timeline, cycle)) is not None:
+                cycle = _find_cycle(parent, slot, other)
+                if cycle and (broken := _break_cycle(timeline, cycle)) is not None:
                     raised += broken
                     if timeline.makespan > limit + timeline.eps:
                         timeline.steps_left = 0
@@ -234,7 +234,7 @@ def _settle(timeline: _Timeline, ticks: list[int], limit: float) -> list[int]:
     return ticks
 
 
-def _break(timeline: _Timeline, cycle: Sequence[int]) -> list[int] | None:
+def _break_cycle(timeline: _Timeline, cycle: Sequence[int]) -> list[int] | None:
     """Turn the cheapest coupling of a cycle into a wait; None if the cycle is no contradiction any more.
 
     Returns the slots that ``wait`` returns; an empty list if every wait would hang, so that the delay remains.
@@ -260,11 +260,11 @@ def _break(timeline: _Timeline, cycle: Sequence[int]) -> list[int] | None:
     return []
 
 
-def _cycle(parent: Sequence[int], slot: int, end: int) -> list[int]:
+def _find_cycle(parent: Sequence[int], slot: int, end: int) -> list[int]:
     """The slots from ``end`` to ``slot`` along which ticks were raised; empty if there is no such chain."""
     chain = [slot]
     while chain[-1] != end:
-        if parent[chain[-1]] < 0 or len(chain) > _CHAIN:
+        if parent[chain[-1]] < 0 or len(chain) > _LONGEST_CYCLE:
             return []
         chain.append(parent[chain[-1]])
     return chain[::-1]

@@ -29,33 +29,33 @@ class UnitKey(NamedTuple):
     @property
     def scope(self) -> str:
         """The named scope in which it is compiled: forward/first, pair/first-last."""
-        return f"{SCOPES[self.op]}/{_joined(self.kinds)}"
+        return f"{SCOPES[self.op]}/{_join_kinds(self.kinds)}"
 
     @classmethod
     def of_scope(cls, scope: str) -> Self:
         """The inverse of ``scope``."""
         name, _, kinds = scope.partition("/")
-        return cls({name: op for op, name in SCOPES.items()}[name], _parted(kinds))
+        return cls({name: op for op, name in SCOPES.items()}[name], _split_kinds(kinds))
 
     def __str__(self) -> str:
         """The key in reports and JSON, such as F (most stages), F/first, or FB/first-last for a pair of both ends."""
-        return f"{self.op}/{_joined(self.kinds)}" if self.kinds else self.op
+        return f"{self.op}/{_join_kinds(self.kinds)}" if self.kinds else self.op
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """The inverse of ``str``."""
         op, _, kinds = text.partition("/")
-        return cls(op, _parted(kinds) if kinds else ())
+        return cls(op, _split_kinds(kinds) if kinds else ())
 
 
 SCOPE = rf"(?:{'|'.join(SCOPES.values())})/[^/]+"
 """A regular expression that matches a unit's scope in the name of an instruction of a compiled program."""
 
 
-def _joined(kinds: tuple[str, ...]) -> str:
+def _join_kinds(kinds: tuple[str, ...]) -> str:
     """Join kinds by hyphens, with special characters percent-encoded as in URLs, since a kind may have any name."""
     return "-".join(quote(kind, safe="").replace("-", "%2D") for kind in kinds)
 
 
-def _parted(text: str) -> tuple[str, ...]:
+def _split_kinds(text: str) -> tuple[str, ...]:
     return tuple(map(unquote, text.split("-")))

@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from dualpipe_jax.arguments import typechecked
-from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel
+from dualpipe_jax.schedule.costs import REL_TOLERANCE, CostModel, MemoryModel
 from dualpipe_jax.schedule.ir import Placement
 from dualpipe_jax.schedule.optimize.problem import Problem
 from dualpipe_jax.schedule.recipes.classic import check_counts
@@ -46,10 +46,12 @@ class Reach:
 
 def reaches(placement: Placement, costs: CostModel) -> tuple[Reach, ...]:
     """The reach of each stage; ``costs`` are those of one stage."""
-    return tuple(reach for pipe in range(placement.num_pipes) for reach in _along(placement, costs, pipe))
+    return tuple(
+        reach for pipe in range(placement.num_pipes) for reach in _reaches_of_pipe(placement, costs, pipe)
+    )
 
 
-def _along(placement: Placement, costs: CostModel, pipe: int) -> list[Reach]:
+def _reaches_of_pipe(placement: Placement, costs: CostModel, pipe: int) -> list[Reach]:
     ranks, depth = placement.pipes[pipe], placement.num_model_stages
     more = [costs.more(placement, d) for d in range(depth)]
     # A partner whose stage costs less than usual shortens a pair.
@@ -111,7 +113,7 @@ def lower_bound(
         )
     problem = Problem(num_microbatches, costs or CostModel(), memory or MemoryModel(), memory_limit)
     if placement is None:
-        return _anywhere(num_ranks, problem)
+        return _bound_of_any_placement(num_ranks, problem)
     check_placement("lower_bound", placement, num_ranks, num_microbatches)
     return bound_of_stages(placement, problem.of_stages(placement))
 
@@ -122,19 +124,19 @@ def bound_of_stages(placement: Placement, problem: Problem) -> float:
     bound = max(reach.f + reach.rest for reach in around if not reach.head)
     for number, stages in enumerate(placement.stages_on):
         rank = _Rank(placement, stages, problem, around)
-        fit = _fit(problem.limit - problem.memory.at_rest(placement, number), problem.memory)
+        fit = _num_fitting(problem.limit - problem.memory.at_rest(placement, number), problem.memory)
         if fit < max(rank.stages_of_pipes):
             return math.inf
         bound = max(bound, rank.serial_bound(fit), rank.memory_bound(fit))
     return bound
 
 
-def _fit(room: float, memory: MemoryModel) -> float:
+def _num_fitting(room: float, memory: MemoryModel) -> float:
     """The number of live activations that fit; rounding errors of the division never make it too small."""
     if room < 0:
         return -1
     fit = room / memory.live if memory.live and math.isfinite(room) else math.inf
-    return math.floor(fit * (1 + HAIR) + HAIR) if math.isfinite(fit) else math.inf
+    return math.floor(fit * (1 + REL_TOLERANCE) + REL_TOLERANCE) if math.isfinite(fit) else math.inf
 
 
 class _Rank:
@@ -189,7 +191,7 @@ def _largest(of_stages: list[float], microbatches: int) -> np.ndarray:
     return np.concatenate([[0.0], np.cumsum(every)])
 
 
-def _anywhere(num_ranks: int, problem: Problem) -> float:
+def _bound_of_any_placement(num_ranks: int, problem: Problem) -> float:
     """The bound for every placement that shares the model equally over the ranks."""
     num_microbatches, costs, memory = problem.num_microbatches, problem.costs, problem.memory
     # Every cut has both ends; other stages may be missing, so only their negative extras count.
@@ -203,7 +205,7 @@ def _anywhere(num_ranks: int, problem: Problem) -> float:
     work = num_microbatches * (min(costs.F + costs.B, costs.FB) + (extra_f + extra_i + extra_w) / num_ranks)
     room = problem.limit - memory.parameters - memory.fixed - sum(min(0.0, m) for m in memory.extra.values())
     each = memory.residual_i + memory.residual_w
-    if room < each * (1 - HAIR):
+    if room < each * (1 - REL_TOLERANCE):
         return math.inf
     lived = num_microbatches * each * turn * num_ranks / 2
     return max(chain, work, lived / room if room else 0.0)

@@ -56,9 +56,11 @@ def play_greedily(terms: Terms, policy: Policy) -> tuple[tuple[tuple[Slot, ...],
     holds can all still be finished, oldest first, within its memory; so it never gets stuck, whatever the
     policy.
     """
-    floor = _Floor(terms, policy)
-    floor.run()
-    return tuple(tuple(rank.order) for rank in floor.ranks), max(rank.free_at for rank in floor.ranks)
+    simulation = _Simulation(terms, policy)
+    simulation.run()
+    return tuple(tuple(rank.order) for rank in simulation.ranks), max(
+        rank.free_at for rank in simulation.ranks
+    )
 
 
 @dataclasses.dataclass(slots=True)
@@ -82,7 +84,7 @@ class _Rank:
         return len(self.owed) - self.paid
 
 
-class _Floor:
+class _Simulation:
     """The state of all ranks, and the inputs that are on their way between them."""
 
     def __init__(self, terms: Terms, policy: Policy):
@@ -95,10 +97,10 @@ class _Floor:
         # For each stage: its next microbatch, and the time at which each microbatch's input arrives.
         self.next_f, self.next_b = [0] * placement.num_stages, [0] * placement.num_stages
         self.f_at = [
-            self._entries() if placement.is_first(s) else [_NEVER] * count for s in range(len(terms.f))
+            self._entry_times() if placement.is_first(s) else [_NEVER] * count for s in range(len(terms.f))
         ]
         self.b_at = [[_NEVER] * count for _ in terms.f]
-        self.wakes: list[tuple[float, int]] = []
+        self.events: list[tuple[float, int]] = []
 
     def _rank(self, number: int) -> _Rank:
         placement, held = self.terms.placement, self.terms.placement.stages_on[number]
@@ -107,7 +109,7 @@ class _Floor:
         limit = self.policy.ahead * self.depth / placement.num_ranks
         return _Rank(number, held, of_pipe, self.terms.room[number], limit, self.terms.count * len(held))
 
-    def _entries(self) -> list[float]:
+    def _entry_times(self) -> list[float]:
         """The time from which each microbatch may enter a pipe."""
         terms, policy = self.terms, self.policy
         saved = terms.gain if self.pairs else 0.0
@@ -119,16 +121,16 @@ class _Floor:
 
     def run(self) -> None:
         """Simulate until no rank has work left."""
-        self.wakes = [(0.0, rank.number) for rank in self.ranks]
-        while self.wakes:
-            now, number = heapq.heappop(self.wakes)
+        self.events = [(0.0, rank.number) for rank in self.ranks]
+        while self.events:
+            now, number = heapq.heappop(self.events)
             if self.ranks[number].free_at <= now + self.terms.eps:
                 self._decide(self.ranks[number], now)
 
     def _decide(self, rank: _Rank, now: float) -> None:
         """Start work on an idle rank, or queue the rank for the time at which its next input arrives."""
-        forwards, soon_f = self._there(rank, self.next_f, self.f_at, now)
-        backwards, soon_b = self._there(rank, self.next_b, self.b_at, now)
+        forwards, soon_f = self._arrived(rank, self.next_f, self.f_at, now)
+        backwards, soon_b = self._arrived(rank, self.next_b, self.b_at, now)
         allowed = [stage for stage in forwards if self._fits(rank, stage)]
         if allowed and backwards:
             self._choose(rank, now, allowed, backwards)
@@ -149,7 +151,7 @@ class _Floor:
         else:
             self._wait(rank, now, min(soon_f, soon_b))
 
-    def _there(
+    def _arrived(
         self, rank: _Rank, following: list[int], at: list[list[float]], now: float
     ) -> tuple[list[int], float]:
         """The stages whose next microbatch has arrived, and the time at which the next known one arrives."""
@@ -182,8 +184,8 @@ class _Floor:
         """The preferred forward and backward that may form a pair; None if no two may."""
         for b in backwards[::-1] if self.policy.deep_backward else backwards:
             for f in forwards[::-1]:
-                strangers = self.next_f[f] != self.next_b[b] or f // self.depth != b // self.depth
-                if strangers and not (self.policy.match and self._source(f, -1) != self._source(b, 1)):
+                different = self.next_f[f] != self.next_b[b] or f // self.depth != b // self.depth
+                if different and not (self.policy.match and self._source(f, -1) != self._source(b, 1)):
                     return f, b
         return None
 
@@ -200,12 +202,12 @@ class _Floor:
         if rank.live >= rank.limit and not self._is_oldest(rank, stage):
             return False
         free = rank.room - rank.used - unit + rank.owes * (self.terms.kept + self.terms.stash)
-        return free >= (len(rank.stages) - 1) * unit or self._has_way_out(rank, stage, free)
+        return free >= (len(rank.stages) - 1) * unit or self._can_finish_all(rank, stage, free)
 
     def _is_oldest(self, rank: _Rank, stage: int) -> bool:
         return self.next_f[stage] == min(self.next_b[s] for s in rank.stages)
 
-    def _has_way_out(self, rank: _Rank, stage: int, free: float) -> bool:
+    def _can_finish_all(self, rank: _Rank, stage: int, free: float) -> bool:
         """Whether the rank can finish all its microbatches, oldest first, if the stage's next one joins them.
 
         Each microbatch needs room for its remaining forwards on this rank, and then frees the memory that it holds.
@@ -235,7 +237,7 @@ class _Floor:
                 self._start_w(rank, now)
                 return
         if soon < _NEVER:
-            heapq.heappush(self.wakes, (soon, rank.number))
+            heapq.heappush(self.events, (soon, rank.number))
 
     def _start_forward(self, rank: _Rank, now: float, stage: int) -> None:
         end = now + self.terms.f[stage]
@@ -274,7 +276,7 @@ class _Floor:
 
     def _finish(self, rank: _Rank, end: float, held: float) -> None:
         rank.free_at = end + held
-        heapq.heappush(self.wakes, (rank.free_at, rank.number))
+        heapq.heappush(self.events, (rank.free_at, rank.number))
 
     def _forward(self, rank: _Rank, end: float, stage: int) -> float:
         """Record a forward that ends at ``end``; return how long sending its output keeps the rank."""
@@ -307,4 +309,4 @@ class _Floor:
         there = self.terms.placement.rank_of[reader]
         # By a rounding error, a slot without duration may end before the time at which its idle reader last decided.
         if there != rank.number and self.ranks[there].free_at <= arrival + self.terms.eps:
-            heapq.heappush(self.wakes, (max(arrival, self.ranks[there].free_at), there))
+            heapq.heappush(self.events, (max(arrival, self.ranks[there].free_at), there))

@@ -38,7 +38,7 @@ def moves_of(schedule: Schedule) -> Moves:
     return [[move(slot) for slot in order if slot[0].op is not Op.W] for order in schedule.orders]
 
 
-def strangers(terms: Terms, pair: Move) -> bool:
+def of_different_microbatches(terms: Terms, pair: Move) -> bool:
     """Whether the forward and the backward of a pair are of different microbatches."""
     of_a_pipe = terms.count * terms.placement.num_model_stages
     return pair.f % terms.count != pair.b % terms.count or pair.f // of_a_pipe != pair.b // of_a_pipe
@@ -54,7 +54,7 @@ def _paired(terms: Terms, order: Iterable[Move]) -> list[Move]:
     for move in order:
         if found and not found[-1].is_pair and not move.is_pair:
             pair = Move(max(found[-1].f, move.f), max(found[-1].b, move.b))
-            if pair.is_pair and strangers(terms, pair):
+            if pair.is_pair and of_different_microbatches(terms, pair):
                 found[-1] = pair
                 continue
         found.append(move)

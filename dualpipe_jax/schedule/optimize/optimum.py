@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from fractions import Fraction
 
 from dualpipe_jax.arguments import typechecked
-from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel, at_most
+from dualpipe_jax.schedule.costs import REL_TOLERANCE, CostModel, MemoryModel, at_most
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Schedule, Slot
 from dualpipe_jax.schedule.optimize.bounds import bound_of_stages, check_placement
 from dualpipe_jax.schedule.optimize.problem import Problem
@@ -91,7 +91,7 @@ def optimum(
             f"optimum: got {placement.num_ranks} ranks and {num_microbatches} microbatches, but not even one "
             f"microbatch fits memory_limit={memory_limit:g}; give at least {least_memory(placement, problem.memory):g}"
         )
-    best = _best(placement, problem, incumbents)
+    best = _best_incumbent(placement, problem, incumbents)
     ends = time.monotonic() + time_limit
     horizon, last = math.ceil(bound - 1e-6), round(simulate(best, problem.costs).makespan / unit)
     while horizon < last:
@@ -117,7 +117,7 @@ def _in_whole_steps(costs: CostModel) -> tuple[float, CostModel]:
     inside = costs.send if costs.send_inside is None else costs.send_inside
     times = [costs.F, costs.I, costs.W, costs.FB, costs.send, inside, *itertools.chain(*costs.extra.values())]
     exact = [Fraction(time).limit_denominator(1000) for time in times]
-    if any(abs(float(e) - time) > HAIR * max(1, time) for e, time in zip(exact, times, strict=True)):
+    if any(abs(float(e) - time) > REL_TOLERANCE * max(1, time) for e, time in zip(exact, times, strict=True)):
         raise ValueError(
             f"optimum: costs {times} of a stage have no common unit; round them to multiples of one, "
             "such as F=2, I=3, W=2"
@@ -131,7 +131,7 @@ def _in_whole_steps(costs: CostModel) -> tuple[float, CostModel]:
     return float(unit), whole
 
 
-def _best(placement: Placement, problem: Problem, incumbents: Iterable[Schedule]) -> Schedule:
+def _best_incumbent(placement: Placement, problem: Problem, incumbents: Iterable[Schedule]) -> Schedule:
     """The shortest of the incumbents that fit and of ``_one_by_one``, which always fits."""
     costs, fitting = problem.costs, [_one_by_one(placement, problem.num_microbatches)]
     for schedule in incumbents:

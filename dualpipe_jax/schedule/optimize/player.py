@@ -96,7 +96,7 @@ class _Run:
         self.todo = [sum(map(player.cost, order)) for order in moves]
         self.owed: list[list[int]] = [[] for _ in ranks]
         self.starts: list[list[float]] = [[] for _ in ranks]
-        self.waits: list[int | None] = [None for _ in ranks]  # the f or ~b whose input a rank waits for
+        self.awaited: list[int | None] = [None for _ in ranks]  # the f or ~b for whose input a rank waits
         self.ready = list(ranks)
 
     def advance(self, rank: int) -> bool:
@@ -116,7 +116,7 @@ class _Run:
             if b >= 0 and dx_at[b] > start:
                 start = dx_at[b]
             if start == _NEVER:
-                self.waits[rank] = f if f >= 0 and y_at[f] == _NEVER else ~b
+                self.awaited[rank] = f if f >= 0 and y_at[f] == _NEVER else ~b
                 break
             needs = unit if f >= 0 else stash if split else 0.0
             if self.paid[rank] < len(owed) and (start > free or used + needs > room):
@@ -141,7 +141,7 @@ class _Run:
             free = start + cost
             todo -= cost
             index += 1
-            free += self._hand_over(rank, f, b, free)
+            free += self._record_outputs(rank, f, b, free)
         self.at[rank], self.free[rank], self.used[rank], self.todo[rank] = index, free, used, todo
         return True
 
@@ -165,7 +165,7 @@ class _Run:
         self.paid[rank] = paid
         return free, used
 
-    def _hand_over(self, rank: int, f: int, b: int, end: float) -> float:
+    def _record_outputs(self, rank: int, f: int, b: int, end: float) -> float:
         """Record a move's outputs, and queue ranks that wait for them; return how long sending them keeps the rank."""
         player, count, held = self.player, self.player.terms.count, 0.0
         if f >= 0:
@@ -174,18 +174,18 @@ class _Run:
                 self.dx_at[f] = end
             else:
                 self.y_at[f + count] = end + delay
-                self._wake(rank, player.rank[f + count], f + count)
+                self._queue_if_waiting(rank, player.rank[f + count], f + count)
                 held = player.y_held[f]
         if b >= 0:
             delay = player.dx_delay[b]
             if delay is not None:
                 self.dx_at[b - count] = end + delay
-                self._wake(rank, player.rank[b - count], ~(b - count))
+                self._queue_if_waiting(rank, player.rank[b - count], ~(b - count))
                 held = max(held, player.dx_held[b])
         return held
 
-    def _wake(self, rank: int, reader: int, value: int) -> None:
-        if reader != rank and self.waits[reader] == value:
+    def _queue_if_waiting(self, rank: int, reader: int, value: int) -> None:
+        if reader != rank and self.awaited[reader] == value:
             self.ready.append(reader)
 
     def finish(self) -> Play | None:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from dualpipe_jax.installing import install_command
-from dualpipe_jax.schedule.costs import HAIR
+from dualpipe_jax.schedule.costs import REL_TOLERANCE
 from dualpipe_jax.schedule.ir import Action, Op, Placement, Slot
 from dualpipe_jax.schedule.optimize.bounds import reaches
 from dualpipe_jax.schedule.optimize.problem import Problem
@@ -84,7 +84,7 @@ class Programme:
             from scipy.sparse import csr_array
         except ImportError as error:
             raise ImportError(f"optimum needs SciPy: {install_command('scipy')}") from error
-        self._state()
+        self._add_constraints()
         if any(least > 0 and not row for row, least in self.rows):
             return None
         entries = [
@@ -101,9 +101,9 @@ class Programme:
         )
         if result.status == 2:
             return None
-        return () if result.x is None else self._read(np.round(result.x).astype(int))
+        return () if result.x is None else self._orders_from(np.round(result.x).astype(int))
 
-    def _state(self) -> None:
+    def _add_constraints(self) -> None:
         for kind in self.kinds:
             for t in range(kind.first + 1, kind.last + 1):
                 self._at_least(0, (1, [kind], t), (-1, [kind], t - 1))
@@ -155,7 +155,7 @@ class Programme:
                 changes = [self.memory.before_and_after[op] for op, _ in kind.actions]
                 kept.append((-sum(taken for taken, _ in changes), [kind], t))
                 kept.append((sum(freed for _, freed in changes), [kind], t - kind.duration))
-        room = self.limit * (1 + HAIR) - self.memory.at_rest(self.placement, rank)
+        room = self.limit * (1 + REL_TOLERANCE) - self.memory.at_rest(self.placement, rank)
         # The solver's tolerance is absolute.
         largest = max((abs(size) for size, _, _ in kept), default=0) or 1
         self._at_least(-room / largest, *((size / largest, kinds, start) for size, kinds, start in kept))
@@ -172,7 +172,7 @@ class Programme:
         if row or least > 0:
             self.rows.append((row, least))
 
-    def _read(self, counts: np.ndarray) -> tuple[tuple[Slot, ...], ...]:
+    def _orders_from(self, counts: np.ndarray) -> tuple[tuple[Slot, ...], ...]:
         """Orders from counts: slots sorted by start, microbatches numbered in the order of each stage."""
         started: list[list[tuple[int, _Kind]]] = [[] for _ in range(self.placement.num_ranks)]
         for kind in self.kinds:

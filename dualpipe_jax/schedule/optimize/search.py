@@ -8,19 +8,19 @@ from collections.abc import Iterable
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.costs import CostModel, MemoryModel, at_most
 from dualpipe_jax.schedule.ir import Placement, Schedule
-from dualpipe_jax.schedule.optimize.finds import Finds, Rung
 from dualpipe_jax.schedule.optimize.polish import polish
 from dualpipe_jax.schedule.optimize.problem import Problem
-from dualpipe_jax.schedule.optimize.seeds import Policies, served
-from dualpipe_jax.schedule.optimize.space import bounds_of, can_cost, ladder, placements_of
+from dualpipe_jax.schedule.optimize.search_state import FoundSchedules, MemoryLevel
+from dualpipe_jax.schedule.optimize.seeds import PolicySearch, schedules_for_counts
+from dualpipe_jax.schedule.optimize.space import bounds_of, can_divide_costs, memory_limits, placements_of
 from dualpipe_jax.schedule.recipes import ALL_SCHEDULES, Recipe
 from dualpipe_jax.schedule.validate import validate
 
-_WHOLE = 3.0
+_TOTAL_EFFORT = 3.0
 """The total effort of all memory limits that the search goes through, as a multiple of ``effort``."""
 
 _MOST_POLICIES, _MOST_TRIES = 600, 10_000
-"""The most policies, and the most tries of local changes, of one rung; more gain little even for small schedules."""
+"""The most policies, and the most tries of local changes, of one level; more gain little even for small schedules."""
 
 
 @typechecked
@@ -80,27 +80,31 @@ def search(
     problem = Problem(num_microbatches, costs or CostModel(), memory or MemoryModel(), memory_limit)
     placements = placements_of(num_ranks, num_microbatches, placement)
     if placement is None:
-        placements = [p for p in placements if can_cost(problem.costs, p)]
-    goal = min(bounds_of(placements, problem).values())
-    finds, policies = Finds(problem), Policies()
-    for schedule in served(ALL_SCHEDULES if schedules is None else schedules, num_ranks, num_microbatches):
+        placements = [p for p in placements if can_divide_costs(problem.costs, p)]
+    bound = min(bounds_of(placements, problem).values())
+    found_schedules, policies = FoundSchedules(problem), PolicySearch()
+    for schedule in schedules_for_counts(
+        ALL_SCHEDULES if schedules is None else schedules, num_ranks, num_microbatches
+    ):
         at = schedule.placement
-        other = placement is None and at.num_pipes == 1 and can_cost(problem.costs, at)
+        other = placement is None and at.num_pipes == 1 and can_divide_costs(problem.costs, at)
         if at in placements or other:
-            finds.add(schedule)
+            found_schedules.add(schedule)
     ends = math.inf if seconds is None else time.monotonic() + seconds
-    parts = ladder(placements, problem, finds.turns())
+    parts = memory_limits(placements, problem, found_schedules.pareto_memory())
     climbed = [limit for limit in parts if at_most(limit, memory_limit)]
     for number, limit in enumerate(climbed):
-        if at_most(finds.shortest(memory_limit), goal):
+        if at_most(found_schedules.shortest(memory_limit), bound):
             break
-        now, share = time.monotonic(), min(1.0, _WHOLE * parts[limit] / sum(parts.values()))
+        now, share = time.monotonic(), min(1.0, _TOTAL_EFFORT * parts[limit] / sum(parts.values()))
         until = now + max(0.0, ends - now) / (len(climbed) - number)
         bounds = bounds_of(placements, dataclasses.replace(problem, limit=limit))
-        rung = Rung(finds, limit, bounds, until)
-        policies.sow(finds, rung, 1.5e6 * effort * share, round(_MOST_POLICIES * share))
-        polish(finds, rung, 5e6 * effort * share, _MOST_TRIES * share)
-    (best,) = finds.best(1, memory_limit)
+        level = MemoryLevel(found_schedules, limit, bounds, until)
+        policies.add_greedy_schedules(
+            found_schedules, level, 1.5e6 * effort * share, round(_MOST_POLICIES * share)
+        )
+        polish(found_schedules, level, 5e6 * effort * share, _MOST_TRIES * share)
+    (best,) = found_schedules.best(1, memory_limit)
     return validate(dataclasses.replace(best.schedule, name="search"))
 
 

@@ -39,7 +39,7 @@ def placements_of(
     return [placement]
 
 
-def can_cost(costs: CostModel, placement: Placement) -> bool:
+def can_divide_costs(costs: CostModel, placement: Placement) -> bool:
     """Whether no negative extra exceeds the costs of one of the placement's stages."""
     try:
         costs.divided(stages_a_share(placement))
@@ -56,30 +56,32 @@ def bounds_of(placements: Sequence[Placement], problem: Problem) -> dict[Placeme
     """
     of_stages = {p: problem.of_stages(p) for p in placements}
     least = {p: least_memory(p, own.memory) for p, own in of_stages.items()}
-    modest = min(placements, key=least.__getitem__)
-    if not at_most(least[modest], problem.limit):
+    smallest = min(placements, key=least.__getitem__)
+    if not at_most(least[smallest], problem.limit):
         raise ValueError(
-            f"search: got memory_limit={problem.limit:g}, but no schedule runs in less than {least[modest]:g}, "
-            f"which one microbatch at a time takes on the placement {modest.pipes}; "
-            f"try memory_limit={least[modest]:g} or more"
+            f"search: got memory_limit={problem.limit:g}, but no schedule runs in less than {least[smallest]:g}, "
+            f"which one microbatch at a time takes on the placement {smallest.pipes}; "
+            f"try memory_limit={least[smallest]:g} or more"
         )
     return {p: bound_of_stages(p, own) for p, own in of_stages.items() if at_most(least[p], problem.limit)}
 
 
-def ladder(placements: Sequence[Placement], problem: Problem, turns: Iterable[float]) -> dict[float, float]:
+def memory_limits(
+    placements: Sequence[Placement], problem: Problem, pareto_memory: Iterable[float]
+) -> dict[float, float]:
     """The memory limits through which a search climbs, ascending, and the part of the effort for each.
 
-    They do not depend on ``problem.limit``. The part is 1 for each of ``turns``, where a shorter named schedule
+    They do not depend on ``problem.limit``. The part is 1 for each of ``pareto_memory``, where a shorter named schedule
     begins to fit, for no limit, and for the number of activations that 1F1B keeps. It is 0.5 for further limits,
     from the least memory to that of 1.5 times as many activations as 1F1B keeps.
     """
     ranks, unit = placements[0].num_ranks, problem.memory.live
     least = min(least_memory(p, problem.of_stages(p).memory) for p in placements)
     kept = 1.0  # in activations, where the least memory has one
-    ladder: dict[float, float] = {}
+    memory_limits: dict[float, float] = {}
     while unit and kept <= 1.5 * ranks:
-        ladder[least + (kept - 1) * unit] = 0.5
+        memory_limits[least + (kept - 1) * unit] = 0.5
         kept = max(kept + 0.5, math.floor(2.5 * kept) / 2)
-    whole = (least + (ranks - 1) * unit, math.inf, *turns)
-    ladder |= dict.fromkeys((rung for rung in whole if rung > least), 1.0)
-    return dict(sorted(ladder.items()))
+    whole = (least + (ranks - 1) * unit, math.inf, *pareto_memory)
+    memory_limits |= dict.fromkeys((limit for limit in whole if limit > least), 1.0)
+    return dict(sorted(memory_limits.items()))

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from dualpipe_jax.schedule.costs import HAIR, CostModel, MemoryModel
+from dualpipe_jax.schedule.costs import REL_TOLERANCE, CostModel, MemoryModel
 from dualpipe_jax.schedule.ir import Action, Op, Placement
 from dualpipe_jax.schedule.optimize.problem import Problem
-from dualpipe_jax.schedule.simulate import send_hold
+from dualpipe_jax.schedule.simulate import blocking_send_time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +61,16 @@ def make_terms(placement: Placement, problem: Problem) -> Terms:
         gain=costs.F + costs.B - costs.FB,
         y_delay=tuple(_delay(placement, costs, stage, 1) for stage in stages),
         dx_delay=tuple(_delay(placement, costs, stage, -1) for stage in stages),
-        y_held=tuple(send_hold(placement, (Action(stage, Op.F, 0),), costs) for stage in stages),
-        dx_held=tuple(send_hold(placement, (Action(stage, Op.I, 0),), costs) for stage in stages),
+        y_held=tuple(blocking_send_time(placement, (Action(stage, Op.F, 0),), costs) for stage in stages),
+        dx_held=tuple(blocking_send_time(placement, (Action(stage, Op.I, 0),), costs) for stage in stages),
         unit=memory.live,
         kept=memory.owed,
         stash=memory.stash,
         room=tuple(
-            problem.limit * (1 + HAIR) - memory.at_rest(placement, rank)
+            problem.limit * (1 + REL_TOLERANCE) - memory.at_rest(placement, rank)
             for rank in range(placement.num_ranks)
         ),
-        eps=HAIR * (costs.F + costs.B + costs.FB + costs.dearest_send),
+        eps=REL_TOLERANCE * (costs.F + costs.B + costs.FB + costs.dearest_send),
     )
 
 

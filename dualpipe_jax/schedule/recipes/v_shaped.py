@@ -145,7 +145,7 @@ def _repeat(name: str, walk: Sequence[int], num_microbatches: int, shares: int) 
     num_ranks = len(walk) // 4
     # The number of F's and I's that each stage ran. The last entry has all microbatches: stage 0 reads it as [-1].
     forwards, backwards = ([0] * (2 * num_ranks) + [num_microbatches] for _ in range(2))
-    ranks = [_chooser(rank, walk, forwards, backwards, 2 * shares) for rank in range(num_ranks)]
+    ranks = [_action_chooser(rank, walk, forwards, backwards, 2 * shares) for rank in range(num_ranks)]
     orders: list[list[Slot]] = [[] for _ in ranks]
     left = 6 * num_ranks * num_microbatches
     while left:
@@ -162,7 +162,7 @@ def _repeat(name: str, walk: Sequence[int], num_microbatches: int, shares: int) 
     return Schedule(name, Placement.v(num_ranks), num_microbatches, tuple(map(tuple, orders)))
 
 
-def _chooser(
+def _action_chooser(
     rank: int, walk: Sequence[int], forwards: Sequence[int], backwards: Sequence[int], places: int
 ) -> Callable[[], Action | None]:
     """A function that returns a rank's next action: the F or I due first, else a W, else an F or I due later.

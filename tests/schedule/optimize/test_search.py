@@ -10,10 +10,16 @@ import types
 import pytest
 
 from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Placement, lower, simulate, validate
-from dualpipe_jax.schedule.optimize import finds
+from dualpipe_jax.schedule.optimize import search_state
 from dualpipe_jax.schedule.optimize.bounds import lower_bound
 from dualpipe_jax.schedule.optimize.choose import choose
-from dualpipe_jax.schedule.optimize.moves import Move, moves_of, paired, split_alone, strangers
+from dualpipe_jax.schedule.optimize.moves import (
+    Move,
+    moves_of,
+    of_different_microbatches,
+    paired,
+    split_alone,
+)
 from dualpipe_jax.schedule.optimize.player import Player
 from dualpipe_jax.schedule.optimize.polish import improve
 from dualpipe_jax.schedule.optimize.problem import Problem
@@ -115,7 +121,7 @@ def test_the_same_arguments_give_the_same_schedule_and_it_lowers():
 def test_it_stops_when_told(monkeypatch):
     """By a clock that goes on a tenth of a second whenever it is looked at: with so much effort it would take days."""
     looks = itertools.count()
-    for module in (sys.modules[search.__module__], finds):
+    for module in (sys.modules[search.__module__], search_state):
         monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=lambda: next(looks) / 10))
     found = search(8, 32, CostModel(FB=2.25), 8.0, effort=1e6, seconds=5)
     assert next(looks) > 50
@@ -259,5 +265,5 @@ def test_neighbours_are_paired_but_never_with_themselves():
     terms = make_terms(Placement.v(2), Problem(3, CostModel(FB=2)))
     merged = paired(terms, [[Move(0, -1), Move(-1, 0), Move(1, -1), Move(-1, 9)], []])
     assert merged == [[Move(0, -1), Move(1, 0), Move(-1, 9)], []]
-    assert not strangers(terms, Move(0, 9)) and strangers(terms, Move(0, 10))
+    assert not of_different_microbatches(terms, Move(0, 9)) and of_different_microbatches(terms, Move(0, 10))
     assert split_alone(merged)[0][1:] == [Move(1, 0), Move(-1, 9, split=True)]
