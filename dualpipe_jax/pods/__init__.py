@@ -1,7 +1,7 @@
-"""A training step on devices that are not here: its memory, its overlap, its time, and the plan that makes it fast.
+"""A training step on devices that this machine lacks: its memory, its overlap, its time, and the fastest plan.
 
-All that this room knows of a model is its ``Program``: shapes, specs and plain functions. The commands run it in a
-process of its own, ``python -m dualpipe_jax.pods``. Names are lazy: plans and results load no JAX.
+This package sees a model only as its ``Program``: shapes, specs and plain functions. The commands run it in a
+process of its own, ``python -m dualpipe_jax.pods``. Names are imported lazily: plans and results load no JAX.
 """
 
 import importlib

@@ -1,6 +1,6 @@
 """The process that ``dualpipe overlap``, ``dryrun`` and ``plan`` start; see ``dualpipe_jax.worker``.
 
-Compilers take long, may end the process that they run in, and can be stopped no other way.
+Compilers take long, may end the process that they run in, and can only be stopped by ending that process.
 """
 
 import os
@@ -16,7 +16,7 @@ from dualpipe_jax.worker import say, serve
 
 
 def answers(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What a request, as JSON has it, finds out.
+    """Yield the answer to a request. Both are in the form that JSON has.
 
     Raises:
       ValueError: the options do not fit together.

@@ -1,4 +1,4 @@
-"""What a step's time goes to: from the program's operations at the peak to the step as it is predicted."""
+"""The parts of a step's time: the program's operations at the peak, and all that the prediction takes beyond them."""
 
 import dataclasses
 import functools
@@ -17,11 +17,11 @@ Field = Callable[[Unit], float]
 
 @dataclasses.dataclass(frozen=True)
 class Useful:
-    """Seconds at the peak of a device.
+    """Seconds that operations take at the peak of a device.
 
     Attributes:
-      program: of the operations that the program counts.
-      unfilled: of those that experts' room beyond an even load takes besides.
+      program: seconds of the operations that the program counts.
+      unfilled: seconds of the further operations that experts do on room beyond an even load.
     """
 
     program: float
@@ -37,30 +37,33 @@ def account_of(
     device: Device,
     placed: CostModel | None = None,
 ) -> tuple[Part, ...]:
-    """What a step's seconds go to, on average over ranks; the parts add up to the step.
+    """Divide the seconds of a step into parts that add up to it, on average over ranks.
 
     Args:
-      schedule, costs: in cycles, see ``unit_costs``.
-      compiled: its units.
-      useful: of one device.
-      beside: cycles of a tick beside its units, and of a step beside its ticks.
-      device: whose peak and clock are meant.
-      placed: see ``predict.step_cycles``.
+      schedule: the schedule of the step.
+      costs: the costs of its units in cycles; see ``unit_costs``.
+      compiled: the compiled units.
+      useful: the useful seconds of one device.
+      beside: cycles of a tick outside its units, and of a step outside its ticks.
+      device: the device with the peak and the clock by which cycles become seconds.
+      placed: the costs by which actions are placed on ticks; see ``predict.step_cycles``.
 
     Parts, in this order:
-      the program's operations at the peak; then what all matrix products do at the peak besides, by what they are for:
-      recomputation: operations of backwards beyond twice the forward's.
-      capacity not filled: of experts' room beyond an even load.
-      operations that the program does not count: what forwards do beyond it, and as much twice in backwards; empty
-        places, and attention over what a causal mask hides.
-      matrix units not full: instructions with matrix products beyond these operations' time at the peak, with all that
-        the compiler has fused to them.
+      the program's operations at the peak; then the further operations of all matrix products at the peak, by
+      purpose: recomputation: operations of backwards beyond twice the forward's. capacity not filled:
+      operations on experts' room beyond an even load. operations that the program does not count: operations
+      of forwards beyond the program's count, and twice as many
+        for their backwards: on empty places, and attention over what a causal mask hides.
+      matrix units not full: the time of instructions with matrix products, with all that the compiler has
+        fused to them, beyond the time of their operations at the peak.
       no matrix product: all other work.
-      waiting for collectives: of units, the exchange of tokens between experts.
-      idle: bubble of equal stages; stages that are not equal: what these add, or save.
-      ticks beside their units; beside the ticks: pools cleared, gradients reduced; the optimizer's update.
+      waiting for collectives: the waits inside units, for the exchange of tokens between experts.
+      idle: the bubble of equal stages; then what unequal stages add to it, or save.
+      ticks beside their units: the time of ticks outside units; beside the ticks: pools cleared, gradients
+        reduced; the optimizer's update.
 
-    Where nobody counted the units' operations, those from recomputation to no matrix product are one part.
+    If the operations of any unit were not counted, the parts from "recomputation" to "no matrix product" are
+    one.
     """
     usual = {key: cycles for key, cycles in costs.cycles.items() if not key.kinds}
     equal = dataclasses.replace(costs, extra={}, FB=costs.FB, cycles=usual)
@@ -68,7 +71,7 @@ def account_of(
     ranks = schedule.num_ranks if compiled.at_once is None else min(schedule.num_ranks, compiled.at_once)
 
     def spans(costs: CostModel) -> tuple[float, float]:
-        """Cycles of a step in ticks, and of them those in which a rank, or what ranks share, works."""
+        """Cycles of all ticks of a step, and cycles of its work, summed over slots and divided by ``ranks``."""
         busy = sum(costs.of(slot, schedule.placement) for slot in slots) / ranks
         return predict.span(lower(schedule, placed or costs), costs, compiled.at_once), busy
 
@@ -92,7 +95,7 @@ def account_of(
 def _work(
     sums: "_Sums", slots: list[Slot], ranks: float, useful: Useful, device: Device, work: float
 ) -> dict[str, float]:
-    """Cycles of a rank's work beyond the program's operations at the peak, by what it is."""
+    """Cycles of a rank's work beyond the program's operations at the peak, by the names of ``account_of``'s parts."""
     if any(unit.flops is None for unit in sums.units.values()):
         return {"work beyond the peak": work}
     a_cycle = device.flops / device.clock * ranks
@@ -116,7 +119,7 @@ def _work(
 
 @dataclasses.dataclass(frozen=True)
 class _Sums:
-    """Figures of slots, as ``unit_costs`` makes their cycles of units."""
+    """Sums of a field of units for the slots of a schedule, by the rules by which ``unit_costs`` sums their cycles."""
 
     schedule: Schedule
     units: Mapping[UnitKey, Unit]
@@ -127,9 +130,11 @@ class _Sums:
         return kinds_of(self.units)
 
     def of(self, slot: Slot, field: Field) -> float:
-        """The value of ``field`` for a slot: that of its unit, or else the sum of its parts, as in ``stage_costs``.
+        """The value of ``field`` for a slot: that of its unit, or else the sum over its actions, as in ``stage_costs``.
 
-        Next to a measured pair, a part counts for no less than that of a usual stage.
+        Where the usual pair was measured, a pair without a unit of its own counts as that pair, plus what
+        each action takes beyond a usual stage's; an action alone then counts for no less than a usual
+        stage's.
         """
         own = of_unit(self.units, key_of(slot, self.schedule.placement, self.kinds))
         if own is not None:
@@ -142,7 +147,7 @@ class _Sums:
         return usual + sum(max(0.0, of_kind - usual) for of_kind, usual in each)
 
     def action(self, action: Action, field: Field) -> float:
-        """A figure of an action alone, by the kind of its stage where that is known."""
+        """The value of ``field`` for an action alone, by the kind of its stage where that is known."""
         kind = kind_at(action.stage, self.schedule.placement, self.kinds)
         return self._of(action.op, field, kind)
 

@@ -1,4 +1,4 @@
-"""A training step as shapes: compiled for devices that are not here, or only counted, with no array made."""
+"""A training step as shapes: compiled for devices that this machine lacks, or only counted. No array is made."""
 
 import math
 from collections.abc import Collection
@@ -17,13 +17,13 @@ from dualpipe_jax.schedule.costs import stages_a_share
 
 
 def lower_units(blueprint: Blueprint, units: Collection[str], *, every_kind: bool = False) -> Any:
-    """Some of the engine's units alone, lowered; see ``Pipeline.units``."""
+    """Lower some of the engine's units alone; see ``Pipeline.units``."""
     step: Any = blueprint.pipeline.units(units, every_kind=every_kind)
     return step.lower(blueprint.params, blueprint.batch)
 
 
 def lower_step(blueprint: Blueprint) -> Any:
-    """The whole step, lowered: gradients, and what the program does with them, if it does anything."""
+    """Lower the whole step: the gradients, and the program's update if it has one."""
     value_and_grad: Any = blueprint.pipeline.value_and_grad
     if blueprint.update is None:
         return value_and_grad.lower(blueprint.params, blueprint.batch)
@@ -31,9 +31,10 @@ def lower_step(blueprint: Blueprint) -> Any:
 
 
 def lower_update(blueprint: Blueprint) -> Any:
-    """What a step does with gradients that are there already, lowered alone; the program has an update.
+    """Lower the program's update alone, for gradients that are given. The program must have an update.
 
-    Arguments are the state, and in the place of a batch (objective, report) and gradients.
+    The lowered function takes the parameters, the state, and in the place of a batch the leaves of
+    (objective, report) and of the gradients.
     """
     assert blueprint.update is not None
     made = jax.eval_shape(blueprint.pipeline.value_and_grad, blueprint.params, blueprint.batch)
@@ -65,22 +66,24 @@ def _struct(leaf: Any, lies: Any) -> jax.ShapeDtypeStruct | None:
 
 
 def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
-    """Bytes on one device of all that lasts through a step, counted exactly; values packed, tiles not padded.
+    """Count exactly the bytes on one device of all arrays that last through a step; tiles are not padded.
 
-    What the compiler needs besides for a moment, its temporaries, is not in it, nor what the optimizer makes new
-    after the scan: by then the slots are free.
+    The compiler's temporaries are not counted, nor the arrays that the optimizer makes after the scan: by
+    then the slots are free.
 
     Kinds:
-      stages, shared: parameters of the stages that the device owns; and those of all ranks. Both as they are stored.
-      cast: copies of parameters as they are used, where that is in another dtype, or whole what is stored in parts, or
-        layer by layer; and what stages make of parameters alone.
-      mirrored: the second copy of the stages on a bidirectional pipe, as they are used.
-      optimizer: what the program's update keeps, such as AdamW's two moments.
-      gradients: sums for stages, mirrored ones, embedding and head, each like the parameter as it is used.
-      residuals: slots for what forwards keep.
-      stash: slots for what the backward for the input hands to that for the weights.
-      boundary: slots for inputs of stages and gradients of their outputs, and what is on its way.
-      batch: such as tokens and targets; sums of figures.
+      stages, shared: the parameters of the stages that the device owns; and those that all ranks have. As
+        stored.
+      cast: copies of parameters in the form in which they are used, where that is another dtype, or whole
+        arrays that are stored in parts, or layer by layer; and values that stages compute of parameters
+        alone.
+      mirrored: the second copy of the stages on a bidirectional pipe, as used.
+      optimizer: the state of the program's update, such as AdamW's two moments.
+      gradients: sums for stages, mirrored stages, embedding and head, each like the parameter as it is used.
+      residuals: slots for the values that forwards keep.
+      stash: slots for the values that the backward for the input hands to the backward for the weights.
+      boundary: slots for inputs of stages and gradients of their outputs, and the arrays that are being sent.
+      batch: the batch, such as tokens and targets; the sums of losses and metrics.
     """
     state, params, used = blueprint.state, blueprint.params, blueprint.used
     borrowed = stage_ownership(blueprint.schedule.placement).borrowed
@@ -99,18 +102,18 @@ def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
 
 
 def _changed(stored: Tree, used: Tree) -> int:
-    """Bytes of leaves that are used in another dtype, or more of them on a device, than they are stored."""
+    """Bytes, as used, of the leaves whose dtype or number of bytes on a device differs from the stored leaf's."""
     both = zip(jax.tree.leaves(stored), jax.tree.leaves(used), strict=True)
     return nbytes([new for old, new in both if old.dtype != new.dtype or nbytes(old) != nbytes(new)])
 
 
 def rank_memory(blueprint: Blueprint) -> MemoryModel:
-    """Bytes of a whole rank's share of the model, for ``choose``; "fixed" is held whatever the schedule.
+    """Bytes of a whole rank's share of the model, for ``choose``.
 
-    "parameters" are one copy of the stages, as it is used, what they make of it alone, and its gradients' sums; the
-    rest, which no schedule changes, is both ends with their sums, the optimizer's state, the batch, and what is stored
-    beside what is used.
-    Where stages are of several kinds it is what most of them keep; ``set_aside`` tells kinds apart.
+    "parameters" is one copy of the stages as used, the values that they compute of parameters alone, and the
+    sums of their gradients. "fixed" is held whatever the schedule: embedding and head with their sums, the
+    optimizer's state, the batch, and the stored parameters where they are not those that are used. Of several
+    kinds of stages, the kind of most stages is counted; ``set_aside`` tells kinds apart.
     """
     state, kinds, kept = blueprint.state, memory_by_kind(blueprint), kept_of(blueprint)
     parts = int(stages_a_share(blueprint.schedule.placement))
@@ -130,7 +133,7 @@ def rank_memory(blueprint: Blueprint) -> MemoryModel:
 
 
 def kept_of(blueprint: Blueprint) -> Kept:
-    """What stages keep of a microbatch on a device, by kinds of stages and pools."""
+    """The bytes that stages keep of a microbatch on a device, by kinds of stages and pools."""
     state, keeps = blueprint.state, blueprint.sketch.table.keeps
     kinds = range(max(keeps.kind_of) + 1)
 
@@ -145,14 +148,15 @@ def kept_of(blueprint: Blueprint) -> Kept:
 
 
 def _slot(pools: Tree) -> int:
-    """Bytes of one slot of each."""
+    """Bytes of one slot of each pool. Leaves are pools [slots, ...]."""
     return sum(nbytes(jax.ShapeDtypeStruct(a.shape[1:], a.dtype)) for a in jax.tree.leaves(pools))
 
 
 def held_arrays(blueprint: Blueprint) -> set[str]:
-    """Slot pools, sums and parameters of a device, as ``array_name`` writes them: what no loop should copy.
+    """The names of the arrays of a device that no loop should copy, as ``array_name`` writes them.
 
-    A pool of one slot looks like the value in it, and is left out.
+    These are slot pools and gradient sums, and so the parameters of the same shapes. A pool of one slot has
+    the shape of the value in it, and is left out.
     """
     state = blueprint.state
     held = jax.tree.leaves((state.own, state.shared))
@@ -164,18 +168,18 @@ _HLO_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "
 
 
 def array_name(dtype: str, dims: tuple[int, ...]) -> str:
-    """Such as ``bf16[5,2048,1024]``; dims of 1, which compilers drop and add, left out."""
+    """An array's name, such as ``bf16[5,2048,1024]``. Dims of 1 are left out, since compilers drop and add them."""
     return f"{dtype}[{','.join(str(dim) for dim in dims if dim != 1)}]"
 
 
 def num_parameters(tree: Tree, *, device: bool = False) -> int:
-    """Numbers that are learnt, of the whole tree or of what one device stores of it: integers and keys are not."""
+    """Count the trained parameters, in the whole tree or on one device. Integers and keys are not counted."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return sum(nbytes(leaf) // leaf.dtype.itemsize if device else math.prod(leaf.shape) for leaf in leaves)
 
 
 def nbytes(tree: Tree) -> int:
-    """Bytes of a tree's arrays on one device; those without a sharding lie there whole."""
+    """Bytes of a tree's arrays on one device. An array without a sharding counts whole."""
 
     def of(leaf: Any) -> int:
         sharding = getattr(leaf, "sharding", None)

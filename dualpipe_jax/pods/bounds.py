@@ -1,8 +1,9 @@
-"""How short can a step be whose units nobody compiled? From below, by their matrix products; loads no JAX.
+"""Lower bounds on the time of steps whose units were not compiled, from their matrix products. Loads no JAX.
 
-A *cut* is all that decides how much work a rank has: the numbers of ranks and replicas, microbatches, remat, dispatch.
-One case of a cut is counted, the rest follow from it, with layers spread evenly over their stages. And until a cut is
-counted it has the work of another one of the same remat and dispatch, in proportion to layers and tokens.
+A *cut* is all that decides how much work a rank has: the numbers of ranks and replicas, the microbatch size,
+remat and dispatch. One case of a cut is counted; the others follow from it, with layers spread evenly over
+their stages. Until a cut is counted, its work is estimated from another cut of the same remat and dispatch,
+in proportion to layers and tokens.
 """
 
 import dataclasses
@@ -30,11 +31,11 @@ from dualpipe_jax.schedule.costs import stages_a_share
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 MARGIN = 0.95
-"""Units that nobody compiled may come this much nearer to their products' time than any that were."""
+"""The factor by which units that were not compiled may come nearer to their products' time than any compiled unit."""
 
 
 class Cut(NamedTuple):
-    """What the plans of several cases have in common."""
+    """The options that decide how much work a rank has. Several cases may share a cut."""
 
     dp: int
     pp: int
@@ -47,18 +48,18 @@ class Cut(NamedTuple):
         return cls(plan.dp, plan.pp, plan.batch, plan.dispatch, plan.remat)
 
     def needs_no_less(self, other: "Cut") -> bool:
-        """Whether a device keeps at least as much as with another cut."""
+        """Whether a device needs at least as much memory as with another cut, as far as the options alone show."""
         alike = (self.dp, self.pp, self.dispatch) == (other.dp, other.pp, other.dispatch)
-        keeps = REMATS.index(self.remat) <= REMATS.index(other.remat)  # what keeps most is first
+        keeps = REMATS.index(self.remat) <= REMATS.index(other.remat)  # sorted from most memory to least
         return alike and self.microbatch_size >= other.microbatch_size and keeps
 
 
 class Least:
-    """The least time of steps of a cut.
+    """Lower bounds on the time of steps of a cut.
 
     Args:
-      plan: that was counted.
-      counted: what was, on a target whose clock is known.
+      plan: the plan that was counted.
+      counted: the answer with its counts, for a target whose clock is known.
     """
 
     def __init__(self, plan: Plan, counted: Answer):
@@ -68,7 +69,7 @@ class Least:
         self._costs = functools.cache(self._costs_by)
 
     def seconds(self, plan: Plan, factors: Mapping[str, float]) -> float:
-        """Seconds from the first forward to the last backward, each unit ``factors`` times as long as its products."""
+        """Seconds from the first forward to the last backward, if units take ``factors`` times their products' time."""
         schedule = schedule_of(plan)
         split = splits(schedule)
         units = self._costs(split, tuple(sorted(factors.items())))
@@ -80,9 +81,10 @@ class Least:
         return simulate(schedule, costs).makespan / self.clock
 
     def memory(self, plan: Plan) -> tuple[float, float]:
-        """Bytes that a plan of this cut or another needs, about, and those that there are.
+        """The estimated bytes that a plan of this cut or another needs on a device, and the bytes that a device has.
 
-        Values of a stage grow with its layers and a device's tokens. Parameters of a device are taken to stay as many.
+        What a stage keeps grows with its layers and a device's tokens. A device's parameters are assumed not
+        to change.
         """
         memory = self._counted.memory
         assert memory is not None and memory.limit is not None
@@ -113,10 +115,15 @@ class Least:
 
 @dataclasses.dataclass(frozen=True)
 class _LeastCosts(UnitCosts):
-    """Costs of units that are so many times as long as their products, and of pairs.
+    """Costs of units that take a multiple of their products' time, and of pairs of units.
 
-    What an end takes more than other stages counts in pairs as it is, for there it may be hidden; what it takes less is
-    as many times as long there as the pair. Units alone say nothing of pairs: of some, most is an exchange.
+    In a pair each action takes ``pair`` times its products' time, up to that of a usual stage. What the first
+    or last stage takes beyond a usual stage counts as its products alone, for a pair may hide the rest.
+    Factors of single units say nothing about pairs: much of some of them is an exchange, which a pair hides.
+
+    Attributes:
+      bare: the costs by products alone.
+      pair: the factor of pairs.
     """
 
     bare: UnitCosts = UnitCosts()  # noqa: RUF009  # frozen
@@ -133,23 +140,23 @@ class _LeastCosts(UnitCosts):
 
 
 def _sequences(plan: Plan) -> float:
-    """Of a microbatch on a device."""
+    """The number of sequences of a microbatch on one device."""
     return plan.batch / (plan.dp * plan.ep)
 
 
-@functools.cache  # all open cases are asked for it again and again, and a large schedule takes 0.05 s to make
+@functools.cache  # all open cases ask for it again and again, and a large schedule takes 0.05 s to make
 def _size(plan: Plan) -> float:
-    """How large units are: in proportion to the layers of a stage, and to a device's sequences."""
+    """The relative size of units: proportional to the layers of a stage, and to a device's sequences."""
     return _sequences(plan) / num_stages(plan)
 
 
 def _work(plan: Plan) -> float:
-    """What a rank does for a microbatch grows with its layers and a device's sequences."""
+    """The relative work of a rank for a microbatch: proportional to its layers, and to a device's sequences."""
     return _sequences(plan) / plan.pp
 
 
 def _factors(prices: Prices) -> dict[str, float]:
-    """How many times as long as its products each op's unit takes."""
+    """For each op, the ratio of its compiled unit's cycles to the cycles of its products at the peak."""
     least = {key.op: unit.cycles for key, unit in prices.products.items() if not key.kinds}
     least["FB"] = least["F"] + least["B"]
     usual = {key.op: unit.cycles for key, unit in prices.compiled.units.items() if not key.kinds}
@@ -161,9 +168,9 @@ class Excluded:
     """A case that was not compiled.
 
     Attributes:
-      plan: its plan with the least bound, with nothing shared out.
-      seconds: that its step takes at least; None where nobody knows before its units are timed.
-      why: it was not compiled.
+      plan: the case's plan with the smallest bound, with ``shard`` "nothing".
+      seconds: the smallest bound on its step; None where units are timed, for which there are no bounds.
+      why: the reason why it was not compiled.
     """
 
     plan: Plan
@@ -172,12 +179,13 @@ class Excluded:
 
 
 class Bounds:
-    """How long the steps of cases take at least, as it becomes known.
+    """Lower bounds on the steps of cases, which improve as cuts are counted and cases compiled.
 
-    A bound is the time of a schedule whose units take as many times as long as their products as the nearest of any
-    as large or larger that was compiled, less a margin: large units come nearer. Of smaller ones, a unit takes as long
-    as they do. Only units of the same remat and dispatch tell: what is computed again is nothing but products, and what
-    is kept instead is written and read. Where none was compiled of an op, its units take their products' time.
+    A bound is the time of a schedule whose units take their products' time multiplied by a factor. The factor
+    of an op is the smallest among compiled units as large or larger, less a margin: large units come nearer
+    to their products' time. A unit also takes at least as long as any smaller compiled unit, less the margin.
+    Only units of the same remat and dispatch count: what is computed again is nothing but products, and what
+    is kept instead is written and read. The factor of an op of which no unit was compiled is 1.
     """
 
     def __init__(self, cases: Sequence[Case]):
@@ -194,26 +202,29 @@ class Bounds:
         self._of = functools.cache(self._bound)
 
     def cuts(self) -> list[Cut]:
-        """In the order in which to count them: what keeps least of few sequences first, of short stages."""
+        """The cuts in the order in which to count them: by least kept memory, fewest sequences, then most ranks."""
         return sorted(self.cases, key=lambda cut: (-REMATS.index(cut.remat), cut.microbatch_size, -cut.pp))
 
     def standing_for(self, cut: Cut) -> Plan:
-        """The plan of a cut to count: one of the fewest stages."""
+        """The plan that is counted for a cut: one with the fewest stages."""
         plans = (case.plan for case in self.cases[cut])
         return min(plans, key=num_stages)
 
     def knows(self, cut: Cut) -> bool:
-        """Whether its work is known, from itself or from another."""
+        """Whether the work of a cut is known, from its own count or from another cut's."""
         return self._least_of(cut) is not None
 
     def is_counted(self, cut: Cut) -> bool:
         return cut in self._least
 
     def take(self, cut: Cut, counted: Answer) -> list[Choice]:
-        """What was counted of a cut's plan, with as much shared out as may be. Returns what cannot fit.
+        """Store the counts of a cut, and return its plans that cannot fit.
 
-        Memory of as many stages is told exactly, that of others nearly; so what passes the limit by less than 3 % may
-        still fit.
+        The memory of plans with as many stages as the counted one is exact, that of others approximate; so
+        plans that exceed the limit by less than 3 % may still fit.
+
+        Args: cut: a cut. counted: the answer with the counts of ``standing_for(cut)``, with the last
+          ``shard`` that may be chosen.
         """
         assert counted.memory is not None and counted.memory.limit is not None
         plan, limit, refused = self.standing_for(cut), counted.memory.limit, []
@@ -230,7 +241,7 @@ class Bounds:
         return refused
 
     def cannot_fit(self, cut: Cut) -> list[Choice]:
-        """The plans of a cut that keeps no less than one of which none fits; empty if there is no such."""
+        """The plans of a cut that cannot fit, as counts of other cuts show; empty if some plan may fit."""
         for less, why in self._too_much.items():
             if cut.needs_no_less(less):
                 words = f"not counted: remat {less.remat} of {less.microbatch_size} sequences {why}"
@@ -250,21 +261,21 @@ class Bounds:
         ]
 
     def leave_out(self, case: Case) -> None:
-        """Bound it no longer: it cannot be had."""
+        """Remove a case that is not possible."""
         self.cases[Cut.of(case.plan)].remove(case)
 
     def refuse(self, cut: Cut) -> list[Plan]:
-        """Its plans, none of which can be had."""
+        """Mark all plans of a cut as ones that cannot fit, and return them."""
         for case in self.cases[cut]:
             self._may_fit[case] = []
         return [plan for case in self.cases[cut] for plan in case.plans]
 
     def too_much(self, cut: Cut) -> str:
-        """What the plan that needs least of a cut that was counted needs, if none fits; empty if one may."""
+        """What the smallest plan of a counted cut needs, in words, if no plan fits; empty if one may fit."""
         return self._too_much.get(cut, "")
 
     def words(self, cut: Cut) -> str:
-        """What is known of a cut that was counted: how many cases may fit, with the least bounds; or what it needs."""
+        """A counted cut in words: how many cases may fit, with the smallest bounds; or, if none fits, what it needs."""
         if needs := self.too_much(cut):
             return needs
         fit = [case for case in self.cases[cut] if self._may_fit[case]]
@@ -273,21 +284,23 @@ class Bounds:
         return f"{len(fit)} {cases} may fit, at least {min(map(self.seconds, fit)):.4g} s, {size:.1f} GiB"
 
     def memory(self, case: Case) -> float:
-        """Bytes that a device needs, about, in the plan of a counted case that needs least of those that may fit."""
+        """The estimated bytes of a device of a counted case: of the plan that needs least among those that may fit."""
         least = self._least[Cut.of(case.plan)]
         return min(least.memory(plan)[0] for plan in self._may_fit[case])
 
     def open(self) -> list[Case]:
-        """The cases whose work is known and of which some plan may fit."""
+        """The cases whose work is known and that have some plan that may fit."""
         known = [case for cut, cases in self.cases.items() if self.knows(cut) for case in cases]
         return [case for case in known if self._may_fit.get(case, case.plans)]
 
     def next(self, cases: Sequence[Case]) -> Case:
-        """The one with the least bound, of those that probably fit, or that were not counted, if there are any.
+        """Choose the next case to compile: the smallest bound among those that probably fit or were not counted.
 
-        Of those that differ by less than the margin, which tells nothing, it is the one that keeps least, and then the
-        one with the shortest stages, which are compiled soonest. Before anything was compiled, bounds are of products
-        alone and tell less: only the shortest stages of all that differ by less than a quarter are looked at.
+        If there are none of these, it is chosen from all. Differences below the margin are not significant:
+        among such cases the one that keeps least is chosen, then the one with the shortest stages, which
+        compile fastest. Before anything was compiled, bounds are by products alone and less reliable: then,
+        of all cases within a quarter of the smallest bound, only those with the shortest stages are
+        considered.
         """
         cases = list(filter(self._probably_fits, cases)) or cases
         seconds = {case: self.seconds(case) for case in cases}
@@ -309,11 +322,11 @@ class Bounds:
         )
 
     def _probably_fits(self, case: Case) -> bool:
-        """Whether there is room for what a program needs beyond what is counted; yes, where nothing was counted.
+        """Whether there is room for what a program needs beyond the count; True where the cut was not counted.
 
-        The count of more ranks tells too little, for a device then has more of the parameters that are not experts:
-        DeepSeek-V3's best plan known needs 74.1 GiB by that of twice as many ranks, and 81.8 by its own, where there is
-        probably room for 83.3.
+        An estimate from a cut with more ranks is too low, for with fewer ranks a device has more of the
+        parameters outside experts: DeepSeek-V3's best known plan needs 74.1 GiB by the count of twice as many
+        ranks, and 81.8 GiB by its own, where there is probably room for 83.3 GiB.
         """
         least = self._least.get(Cut.of(case.plan))
         if least is None:
@@ -322,22 +335,23 @@ class Bounds:
         return any(size <= self.room(case, limit) for size, limit in map(least.memory, plans))
 
     def room(self, case: Case, limit: float) -> float:
-        """Bytes of a device that may be counted of a plan if its program, too, is to fit.
+        """The largest number of counted bytes of a device with which the program of a case still fits.
 
-        A program needs as much beyond what is counted as those of the same remat and dispatch did, or if there were
-        none, as the least of all.
+        The program is assumed to need as much beyond the count as compiled programs of the same remat and
+        dispatch; if there were none, as much as the smallest of all.
         """
         usual = min(self._beyond.values(), default=(1 - _ROOMY) * limit)
         return limit - self._beyond.get((case.plan.dispatch, case.plan.remat), usual)
 
     def learn(self, prices: Prices) -> None:
-        """Units as large or smaller come as near to their products' time as these, or less near.
+        """Take what a compiled case shows about others.
 
-        And programs alike need at least about as much memory beyond what is counted.
+        Units of the same size or smaller come no nearer to their products' time than these. Programs of the
+        same remat and dispatch need at least about as much memory beyond the count.
         """
         plan = prices.case.plan
         alike = plan.dispatch, plan.remat
-        # A program that the compiler refused needs at least as much, one that it made just as much.
+        # For a program that the compiler refused, ``beyond`` is a lower bound; for a compiled one it is exact.
         known_beyond = self._beyond.get(alike, prices.beyond)
         self._beyond[alike] = (min if prices.known else max)(prices.beyond, known_beyond)
         known = self._factors.setdefault((plan.dispatch, plan.remat, _size(plan)), {})
@@ -345,7 +359,7 @@ class Bounds:
             known[op] = min(max(1.0, MARGIN * factor), known.get(op, math.inf))
 
     def factors(self, plan: Plan) -> dict[str, float]:
-        """Of each op that was compiled, how many times as long as its products a unit of a plan takes at least."""
+        """For each op that was compiled, a lower bound on the ratio of a unit's time in a plan to its products'."""
         large: dict[str, float] = {}
         small: dict[str, float] = {}
         for (dispatch, remat, size), factors in self._factors.items():
@@ -373,13 +387,13 @@ class Bounds:
         return self._least.get(cut) or self._work.get((cut.dispatch, cut.remat))
 
     def _keeping_no_more(self, cut: Cut) -> Least | None:
-        """What was counted of the same dispatch and of the same remat, or else of the next that keeps less."""
+        """The counts of the cut itself, or of one of its dispatch and of its remat or the next that keeps less."""
         remats = REMATS[REMATS.index(cut.remat) :]
         known = (self._work.get((cut.dispatch, remat)) for remat in remats)
         return next(filter(None, (self._least.get(cut), *known)), None)
 
     def _bound(self, case: Case, factors: tuple[tuple[str, float], ...], counted: bool) -> tuple[float, Plan]:
-        del counted  # or a cut that is counted now would keep the bound that it had
+        del counted  # part of the cache's key: a cut that has been counted gets a new bound
         least, known = self._least_of(Cut.of(case.plan)), dict(factors)
         assert least is not None
         found = {plan: least.seconds(plan, known) for plan in self._may_fit.get(case, case.plans)}
@@ -388,14 +402,14 @@ class Bounds:
 
 
 _AT_FIRST = 0.8
-"""Bounds of products alone tell nothing of cases whose bounds are no farther apart."""
+"""Until a case was compiled, cases count as equal if this times their bound is at most the smallest bound."""
 
 _PROBABLY = 1.25
-"""What needs this many times as much memory as there is, by the sizes of another cut, does not fit by its own."""
+"""A plan that needs more than this times the limit, as estimated from another cut, is taken not to fit."""
 
 _ROOMY = 0.87
-"""Of the memory, so much counted probably fits when compiled, as long as nothing was. DeepSeek-V3's units on v5p need 9
-to 15 GiB of 96 beyond what is counted."""
+"""The part of the memory that counted bytes may take for the program probably to fit, until a program was compiled.
+DeepSeek-V3's units on v5p need 9 to 15 GiB of 96 beyond the count."""
 
 _SURELY = 1.03
-"""What needs this many times as much memory as there is does not fit, whatever is told apart later."""
+"""A plan that needs more than this times the limit, by the count of its cut, does not fit by its own count either."""

@@ -1,4 +1,4 @@
-"""Answers that were found before, on disk: a file each, named by all that decides it; loads no JAX."""
+"""Answers of earlier runs on disk, one file each, named by a hash of all that decides the answer. Loads no JAX."""
 
 import functools
 import hashlib
@@ -17,27 +17,28 @@ from dualpipe_jax.pods.results import Answer
 
 _PACKAGES = "jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda12-pjrt"
 _NO_MATTER = "command", "present", "probe", "balance"
-"""Rooms that a compiled program does not depend on."""
+"""Packages of ``dualpipe_jax`` on which no compiled program depends."""
 
 
 def default_folder() -> Path:
-    """The folder in which programs keep what they can do without."""
+    """The folder of the user's caches in which this package keeps its own."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dualpipe"
 
 
 class Cache:
     """Answers to requests, in a folder that several processes may use.
 
-    A key is made of the request, the versions of JAX and its compilers, and the sources: of this package, and of the
-    program's (a file's folder, a module's top-level package, the trainer and its models for a plain name). What such a
-    file imports from elsewhere is not looked at. Where units are timed, the machine is part of it.
+    A key is made of the request, the measured rates, the versions of JAX and its compilers, and two sets of
+    sources: those of this package, and those of the program (a file's folder, a module's top-level package,
+    or for a plain name the trainer and its models). Modules that these import from elsewhere are not part of
+    it. Where units are timed, the machine is part of it.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def file(self, request: Request) -> Path:
-        """The file in which a request's answer lies, or will."""
+        """The file of a request's answer, whether or not it exists yet."""
         asked: dict[str, Any] = plain(request)
         del asked["files"], asked["log"]
         rates = "" if request.rates is None else Path(request.rates).read_text()
@@ -48,14 +49,14 @@ class Cache:
         return self.folder / f"{key[:32]}.json"
 
     def get(self, request: Request) -> Answer | None:
-        """What was found; None if nothing was, or the file is damaged."""
+        """The stored answer; None if there is none, or its file is damaged."""
         try:
             return filled(Answer, json.loads(self.file(request).read_text()))
         except (OSError, ValueError, TypeError):
             return None
 
     def put(self, request: Request, answer: Answer) -> None:
-        """Keep an answer, at once or not at all."""
+        """Store an answer. The file is replaced atomically, so no reader sees a part of it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.file(request)
         new = file.with_suffix(f".{os.getpid()}")

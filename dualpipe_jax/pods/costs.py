@@ -14,19 +14,19 @@ T = TypeVar("T")
 
 
 def stage_costs(units: Mapping[UnitKey, Unit], send: float, *, split: bool = True) -> CostModel:
-    """Costs of one stage in cycles, from units measured.
+    """Costs of one stage in cycles, from measured units.
 
-    A full backward takes less than its two halves, which pass a stash between them, and a cost model has no place
-    for both. So schedules that never split get costs of their own.
+    A full backward takes less than its two halves, which pass a stash between them, and a cost model has no
+    place for both. So schedules that never split get costs of their own.
 
     Arguments:
-      units: F and either B or I and W, of most stages at least.
+      units: the measured units: F and either B or I and W, at least those of most stages.
       send: cycles of a transfer.
-      split: take I and W for the backward if they were measured; else B, two thirds of it for the input, which
-        schedules that never split do not mind.
+      split: whether to take I and W for the backward if they were measured. Otherwise B is taken, two thirds
+        of it for the input, which makes no difference to schedules that never split.
 
     Raises:
-      ValueError: one of those is missing.
+      ValueError: one of these units is missing.
     """
     cycles = {key: unit.cycles for key, unit in units.items()}
     usual = {key.op: each for key, each in cycles.items() if not key.kinds}
@@ -42,28 +42,29 @@ def stage_costs(units: Mapping[UnitKey, Unit], send: float, *, split: bool = Tru
     for stage, kind in ({0: "first", -1: "last"} | between).items():
         if UnitKey("F", (kind,)) in cycles:
             more = _more(cycles, kind, whole, backward)
-            # In a pair differences do not add up: alone, much of F and B is an exchange that the pair hides. So where
-            # there are pairs a stage that takes less counts as a usual one, which is an upper bound.
+            # Differences of single units do not add up in a pair, which hides the exchange that takes much of F and B
+            # alone. So where there are pairs, a stage that takes less counts as a usual one, which is an upper bound.
             extra[stage] = tuple(max(0.0, cost) for cost in more) if "FB" in usual else more
     return CostModel(usual["F"], *backward, FB=usual.get("FB"), send=send, extra=extra)  # type: ignore[arg-type]
 
 
 def of_unit(units: Mapping[UnitKey, T], key: UnitKey) -> T | None:
-    """What there is of a unit; what is of all stages where none has one of its own."""
+    """The entry of a unit, or None. If no entry of its op names kinds, the entry of most stages serves all kinds."""
     alike = not any(other.op == key.op and other.kinds for other in units)
     return units.get(UnitKey(key.op) if alike else key)
 
 
 @dataclasses.dataclass(frozen=True)
 class UnitCosts(CostModel):
-    """Costs of one stage of which whole units were measured, each for the stages that it works on.
+    """Costs of one stage, with the measured cycles of whole units, each for the kinds of stages on which it works.
 
-    What was measured costs that: a pair of the first stage's forward and the last one's backward, a full backward
-    beside I and W. All else, such as a pair of kinds that never met, is as in a ``CostModel``.
+    A measured unit costs its own cycles: a pair of the first stage's forward and the last stage's backward,
+    or a full backward besides I and W. All others, such as a pair of kinds that was never measured, cost as
+    in a ``CostModel``.
 
     Attributes:
-      cycles: of each unit.
-      kinds: of stages, see ``kinds_of``.
+      cycles: the cycles of each unit.
+      kinds: the kinds of stages; see ``kinds_of``.
     """
 
     cycles: Mapping[UnitKey, float] = dataclasses.field(default_factory=dict, hash=False)
@@ -75,20 +76,20 @@ class UnitCosts(CostModel):
 
 
 def unit_costs(units: Mapping[UnitKey, Unit], send: float, *, split: bool = True) -> UnitCosts:
-    """``stage_costs`` of the same, and what they have no place for."""
+    """``stage_costs`` of the same units, and the cycles of each unit, for which a ``CostModel`` has no place."""
     cycles = {key: unit.cycles for key, unit in units.items()}
     return UnitCosts(**vars(stage_costs(units, send, split=split)), cycles=cycles, kinds=kinds_of(units))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Share(CostModel):
-    """Costs of a whole rank's share, made of those of a ``stage``: one of ``parts``."""
+    """Costs of a rank's whole share of the model: ``parts`` times those of a ``stage``."""
 
     stage: CostModel = CostModel()  # noqa: RUF009  # frozen
     parts: float = 1.0
 
     def for_schedule(self, schedule: Schedule) -> CostModel:  # type: ignore[override]  # not of its own type
-        """Costs of the schedule's stages: what was measured, where they are as deep as those that were."""
+        """Costs of the schedule's stages: the measured ones, where its stages are as deep as the measured stages."""
         return (
             self.stage if stages_a_share(schedule.placement) == self.parts else super().for_schedule(schedule)
         )
@@ -97,7 +98,7 @@ class _Share(CostModel):
 def _more(
     cycles: Mapping[UnitKey, float], kind: str, whole: bool, usual: tuple[float, float]
 ) -> tuple[float, float, float]:
-    """What F, I and W of a kind take beyond the usual stage's; an unmeasured backward is twice the forward."""
+    """Cycles of a kind's F, I and W beyond the usual stage's; an unmeasured backward counts as twice the forward."""
     own = {key.op: each for key, each in cycles.items() if key.kinds == (kind,)}
     ahead = own["F"] - cycles[UnitKey("F")]
     if "B" in own and (whole or "I" not in own):
@@ -109,12 +110,12 @@ def _more(
 
 
 def splits(schedule: Schedule) -> bool:
-    """Whether any of its backwards comes in two halves."""
+    """Whether the schedule splits any backward into I and W."""
     return any(action.op is Op.I for order in schedule.orders for slot in order for action in slot)
 
 
 def units_of(schedule: Schedule) -> tuple[str, ...]:
-    """The ops of units that it runs."""
+    """The ops of the units that the schedule runs, in the order of ``SCOPES``."""
     slots = [slot for order in schedule.orders for slot in order]
     alone = {slot[0].op for slot in slots if len(slot) == 1}
     there = {op.name for op in alone} | ({"FB"} if any(len(slot) > 1 for slot in slots) else set())
@@ -122,9 +123,9 @@ def units_of(schedule: Schedule) -> tuple[str, ...]:
 
 
 def rank_costs(costs: CostModel, schedule: Schedule) -> CostModel:
-    """Costs of a whole rank's share of the model, which ``choose`` wants, from those of a schedule's stage."""
+    """Costs of a rank's whole share of the model, which ``choose`` takes, from the costs of a schedule's stage."""
     parts = stages_a_share(schedule.placement)
     more = {name: parts * getattr(costs, name) for name in ("F", "I", "W", "FB")}
-    ends = {stage: extra for stage, extra in costs.extra.items() if stage in (0, -1)}  # as deep as any are
+    ends = {stage: extra for stage, extra in costs.extra.items() if stage in (0, -1)}  # which any depth has
     usual = {field.name: getattr(costs, field.name) for field in dataclasses.fields(CostModel)}
     return _Share(**(usual | more | {"extra": ends}), stage=costs, parts=parts)

@@ -1,4 +1,4 @@
-"""The answers of a dry run: built, counted, compiled and read."""
+"""The answer of a dry run: the step is built, counted, compiled, and the compiled program is read."""
 
 import dataclasses
 import functools
@@ -39,10 +39,10 @@ from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 def answer(
     request: Request, target: Target | None, devices: Sequence[Any] | None, say: Callable[[str], None]
 ) -> Answer:
-    """All that is asked of one program.
+    """Find all that a request asks about one program.
 
     Raises:
-      ValueError: options that do not fit together or the target; a file that holds no scheduled program.
+      ValueError: the options do not fit together or the target, or a file holds no scheduled program.
     """
     machine = None if target is None else describe(target)
     if request.compiled is not None and target is not None:
@@ -89,7 +89,7 @@ def answer(
 def with_remedies(
     found: Answer, target: Target | None, devices: Sequence[Any] | None, say: Callable[[str], None]
 ) -> Answer:
-    """The answer, and of a step that does not fit the options that make it fit, counted like the step itself."""
+    """The answer; for a step that does not fit also options that make it fit, with memory counted as the step's is."""
     plan, memory = found.program, found.memory
     if plan is None or memory is None or memory.fits or memory.limit is None:
         return found
@@ -107,7 +107,7 @@ def draw(plan: Plan, target: Target | None, devices: Sequence[Any] | None) -> Bl
     """The blueprint of a plan's step.
 
     Raises:
-      ValueError: options that do not fit together or the target.
+      ValueError: the options do not fit together or the target.
     """
     plan.check()
     schedule = plan.make_schedule()
@@ -126,7 +126,7 @@ def draw(plan: Plan, target: Target | None, devices: Sequence[Any] | None) -> Bl
 
 
 def _made(plan: Plan, setting: Setting) -> Program:
-    """The program, its layers on the stages that were asked for."""
+    """Make the program, and check that its layers are on the stages that the plan asks for."""
     asked, stages = plan.stage_layers, setting.schedule.placement.num_model_stages
     words = f"--stage-layers {' '.join(map(str, asked))}"
     if asked and len(asked) != stages:
@@ -148,7 +148,7 @@ def _made(plan: Plan, setting: Setting) -> Program:
 
 
 def count_parameters(blueprint: Blueprint) -> Parameters:
-    """What is learnt; a borrowed copy is not counted."""
+    """Count the trained parameters. The copies of stages that a bidirectional pipe borrows are not counted."""
     program = blueprint.program
     total = ahead.num_parameters(program.params) if program.total is None else program.total
     device = ahead.num_parameters(blueprint.params, device=True)
@@ -160,7 +160,7 @@ def platform_of(target: Target) -> Literal["gpu", "tpu", "cpu"]:
 
 
 def products_of(blueprint: Blueprint, device: Device) -> dict[UnitKey, Unit]:
-    """The units as their matrix products alone, at the peak of a device."""
+    """Each unit as if it were its matrix products alone, at the peak of a device."""
 
     def unit(flops: int) -> Unit:
         cycles = flops / device.flops * device.clock
@@ -173,7 +173,7 @@ def products_of(blueprint: Blueprint, device: Device) -> dict[UnitKey, Unit]:
 def compile_and_read(
     request: Request, blueprint: Blueprint, target: Target, say: Callable[[str], None]
 ) -> Compiled:
-    """Compile, and read what the compiler made of it."""
+    """Compile what the request asks for, and read the compiled program."""
     what, plan = request.compile, request.plan
     mesh: Any = blueprint.mesh
     devices = list(mesh.devices.flat)
@@ -200,7 +200,7 @@ def compile_and_read(
 
 
 class Made(NamedTuple):
-    """What a compiler made of a program, by which rates and options, and seconds of lowering and compiling."""
+    """A compiled program as it was read, with the rates and options used, and seconds of lowering and compiling."""
 
     module: inspect.Module
     rates: Rates
@@ -225,18 +225,18 @@ def compile_ahead(
     """Compile a program for a target's devices, and write the files that the request asks for.
 
     Args:
-      request: what is asked.
-      target: what it is compiled for.
-      devices: of it.
-      lower: gives the lowered program.
-      shown: what it is, for whoever waits.
-      title: of pictures.
-      say: hears how far it is.
-      names: of the two directions, in pictures.
-      forward, backward: which operations are of which, see ``inspect.overlap``.
+      request: the request, with its compiler options and files.
+      target: the target.
+      devices: the target's devices.
+      lower: a function that returns the lowered program.
+      shown: what the program is, in words for progress messages.
+      title: the title of pictures.
+      say: a function that reports progress.
+      names: the names of the two directions in pictures.
+      forward, backward: the operations of each direction; see ``inspect.overlap``.
 
     Returns:
-      What was made; what the compiler says where it does not fit in memory.
+      The compiled program; or, where it does not fit in memory, the compiler's message.
 
     Raises:
       ValueError: the compiler refuses the program for another reason.
@@ -265,7 +265,10 @@ def compile_ahead(
 def compile_with(
     lowered: Any, options: dict[str, str], say: Callable[[str], None]
 ) -> tuple[Any, dict[str, str]]:
-    """What a lowered program is compiled to, and with which options: all products are cuBLAS' if XLA fails at its own.
+    """Compile a lowered program, a second time with all products by cuBLAS if XLA finds no tiles for one.
+
+    Returns:
+      The compiled program, and the options with which it was compiled.
 
     Raises:
       JaxRuntimeError: the compiler refuses the program for another reason.
@@ -281,7 +284,11 @@ def compile_with(
 
 
 def price_update(blueprint: Blueprint, options: Mapping[str, str], rates: Rates) -> Unit | None:
-    """What the step does with gradients, compiled alone; None where the compiler has no memory for it so."""
+    """The program's update, compiled alone; None where the compiler says that it does not fit in memory so.
+
+    Raises:
+      ValueError: the compiler refuses it for another reason.
+    """
     try:
         module = inspect.read(ahead.lower_update(blueprint).compile(options))
     except JaxRuntimeError as error:
@@ -297,7 +304,7 @@ def compiler_options(plan: Plan, target: Target) -> dict[str, str]:
 
 
 def lower_part(what: str, blueprint: Blueprint) -> Any:
-    """What a request asks to be compiled of a step, lowered; see ``Request.compile``."""
+    """Lower the part of a step that a request compiles; see ``Request.compile``."""
     if what == "step":
         return ahead.lower_step(blueprint)
     ops = ("FB",) if what == "pair" else units_of(blueprint.schedule)
@@ -305,7 +312,7 @@ def lower_part(what: str, blueprint: Blueprint) -> Any:
 
 
 def rates_of(request: Request, target: Target, devices: Sequence[Any] | None = None) -> Rates:
-    """The target's own rates, of these devices of it if they are known, or measured ones.
+    """The rates of the request's file; without one the target's own, for these devices of it if they are given.
 
     Raises:
       ValueError: the file holds no rates.
@@ -317,7 +324,7 @@ def rates_of(request: Request, target: Target, devices: Sequence[Any] | None = N
 
 
 def guards_of(request: Request, target: Target) -> float:
-    """Cycles that the guards of a tick take, in the engine's usual form; 0 where nobody measured them."""
+    """Cycles that the guards of a tick take, in the engine's usual form; 0 where the rates do not include them."""
     if request.rates is None:
         return 0.0
     guards = read_rates(request.rates).get("guards", {})
@@ -326,7 +333,7 @@ def guards_of(request: Request, target: Target) -> float:
 
 
 def read_text(request: Request, target: Target) -> Compiled:
-    """What was compiled before, from its text.
+    """Read a program that was compiled before, from the text that ``Request.compiled`` names.
 
     Raises:
       ValueError: the file holds no scheduled program.
@@ -345,5 +352,5 @@ def read_text(request: Request, target: Target) -> Compiled:
 
 
 def describe(target: Target, device: Device | None = None) -> Machine:
-    """A target's figures; ``device`` are those of a device if they are better known."""
+    """A target's figures. ``device`` replaces those of the target's own device where better ones are known."""
     return Machine(str(target), target.num_devices, **dataclasses.asdict(device or target.device))

@@ -1,4 +1,4 @@
-"""Which options make a step fit that does not, and at what price."""
+"""Options that make a step fit into memory, and their price."""
 
 import dataclasses
 import typing
@@ -23,32 +23,34 @@ _LADDER: tuple[tuple[str, Any, str], ...] = (
     ("max_stash", 1, "more than one waiting backward is not split: larger bubbles"),
     ("max_stash", 0, "no backward is split: larger bubbles"),
 )
-"""Options that change no result, with their prices; the cheapest first."""
+"""(option, value, price in words) of options that change no result, the cheapest first."""
 
 _ROOM = "capacity_factor", BOUNDED, "tokens beyond this room are dropped: the model learns otherwise"
 
 _CUT = "stages_per_rank"
 
 _WEAKER = {"shard": typing.get_args(Shard), "remat": typing.get_args(Remat)}
-"""Values of an option, what takes most memory first."""
+"""The values of an option, from the one that takes most memory to the one that takes least."""
 
 _LEAST_GAIN = 0.01
-"""What part of the memory an option must save."""
+"""The part of the memory that an option must save to be taken."""
 
 Chosen = dict[str, tuple[Any, str]]
-"""Option -> its value and its price."""
+"""The chosen options: name -> (value, price in words)."""
 
 
 def remedies(plan: Plan, limit: int, needed: Callable[[Plan], int]) -> tuple[Remedy, ...]:
-    """Options that together make a plan fit, in the order in which they were taken; one of all that help if none do.
+    """Options that together make a plan fit, in the order in which they were taken.
 
-    Nothing that changes what is learnt is taken while the rest is enough. An option is left out that is not needed once
-    the others are there; one that saves less than a hundredth is taken last.
+    If no options make it fit, the result is one entry with all options that help. The one option that changes
+    what is learnt is taken only if all others are not enough. An option that is not needed once the others
+    are taken is left out. Options that save less than a hundredth are only taken if the others are not
+    enough.
 
     Args:
-      plan: that does not fit.
-      limit: bytes of a device.
-      needed: bytes that a plan needs of it.
+      plan: a plan that does not fit.
+      limit: the bytes of a device's memory.
+      needed: a function that returns the bytes of a device's memory that a plan needs.
     """
     known: dict[Plan, int] = {}
 
@@ -88,7 +90,7 @@ def remedies(plan: Plan, limit: int, needed: Callable[[Plan], int]) -> tuple[Rem
 
 
 def _can_be_cut(plan: Plan) -> bool:
-    """Whether the schedule leaves the number of stages to choose, and nobody said which layers each stage has."""
+    """Whether the schedule takes a number of stages per rank, and the plan does not set the layers of each stage."""
     return not plan.stage_layers and takes(find(plan.schedule), "num_stages_per_rank")
 
 
@@ -101,7 +103,7 @@ def _saves(plan: Plan, name: str, value: Any) -> bool:
 
 
 def _is_less(name: str, value: Any, now: Any) -> bool:
-    """Whether a value of an option takes less memory than another."""
+    """Whether a value of an option takes less memory than its present value ``now``."""
     if name in _WEAKER:
         return _WEAKER[name].index(value) > _WEAKER[name].index(now)
     if name == _CUT:

@@ -1,4 +1,4 @@
-"""Bytes that the engine sets aside for any schedule, told from what the stages of one step keep; loads no JAX."""
+"""Bytes that the engine sets aside for any schedule, from what the stages of one step keep. Loads no JAX."""
 
 import dataclasses
 import functools
@@ -14,14 +14,15 @@ from dualpipe_jax.schedule.lowering.ticks import place
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What stages of each kind keep of a microbatch, and the bytes that it takes.
+    """The values that stages of each kind keep of a microbatch, and their bytes.
 
     Attributes:
       kind_of: the kind of each model stage, numbers from 0.
       keep_input: for each kind, how long a stage's input stays; see ``lowering.table.Keeps``.
-      lives: for each pool, for each kind how long a value stays there; empty where it keeps nothing there.
-      sizes: bytes of a slot of each pool.
-      boundary: bytes of a stage's input, and of the gradient of its output.
+      lives: for each pool and each kind, how long a value stays in the pool; "" if the kind keeps nothing
+        there.
+      sizes: bytes of one slot of each pool.
+      boundary: bytes of a stage's input, which are also those of the gradient of its output.
       placed: the costs by which the engine places actions on ticks.
     """
 
@@ -33,29 +34,31 @@ class Kept:
     placed: CostModel
 
     def by_most(self, life: str) -> float:
-        """Bytes that a stage of the kind of which there are most keeps so long."""
+        """Bytes that a stage keeps for the lifetime ``life``, such as "FW". The stage is of the most frequent kind."""
         usual = max(sorted(set(self.kind_of)), key=self.kind_of.count)
         return sum(size for size, own in zip(self.sizes, self.lives, strict=True) if own[usual] == life)
 
     def scaled(self, tokens: float) -> "Kept":
-        """Of microbatches with so many times the tokens on a device."""
+        """The same for microbatches with ``tokens`` times as many tokens on a device."""
         sizes = tuple(size * tokens for size in self.sizes)
         return dataclasses.replace(self, sizes=sizes, boundary=self.boundary * tokens)
 
 
 def set_aside(schedule: Schedule, kept: Kept, share: MemoryModel) -> float:
-    """Bytes of a device that the engine sets aside for a schedule: slots of every pool, and what it holds at rest.
+    """Bytes of a device that the engine sets aside for a schedule: slots of every pool, and what it always holds.
 
-    Each pool has as many slots as the rank that fills most of it needs, on all ranks, for one program runs on all.
-    Pools are full at different times; ``Timeline.memory``, the most that a rank keeps at once, may therefore be less.
+    Each pool has the same number of slots on all ranks, the largest that any rank needs, for all ranks run
+    one program. Pools are full at different times; ``Timeline.memory``, the most that a rank keeps at once,
+    may therefore be less.
 
-    It is exact for schedules of as many stages of the model as ``kept`` has. Others cut the same layers into more or
-    fewer stages, whose kinds are taken to follow each other as those of ``kept`` do.
+    The result is exact for schedules with as many stages of the model as ``kept`` has. Others cut the same
+    layers into more or fewer stages; their kinds are assumed to follow each other in the same order and
+    proportions.
 
     Args:
-      schedule: any.
-      kept: what stages keep.
-      share: sizes of a rank's share of the model, of which only those are read that no microbatch changes.
+      schedule: any schedule.
+      kept: what stages keep of a microbatch.
+      share: sizes of a rank's share of the model. Only those that do not depend on microbatches are read.
     """
     placement, of_stages = schedule.placement, share.for_schedule(schedule)
     at_rest = max(of_stages.at_rest(placement, rank) for rank in range(schedule.num_ranks))
@@ -67,7 +70,7 @@ def set_aside(schedule: Schedule, kept: Kept, share: MemoryModel) -> float:
 
 
 _UNDER_WAY = 2
-"""An output and a gradient of an input, between two ticks."""
+"""Boundary values that are being sent between two ticks: an output, and a gradient of an input."""
 
 
 @functools.cache
@@ -78,14 +81,14 @@ def _num_slots(
     lives: tuple[tuple[str, ...], ...],
     placed: CostModel,
 ) -> tuple[int, ...]:
-    """Slots of stages' inputs and gradients of their outputs together, and of each other pool."""
+    """The number of slots of stages' inputs and gradients of their outputs together, then of each pool of ``lives``."""
     pools = {str(k): {kind: life for kind, life in enumerate(own) if life} for k, own in enumerate(lives)}
-    keeps = Keeps(kind_of, keep_input, pools)  # type: ignore[arg-type]  # of the letters that it had
+    keeps = Keeps(kind_of, keep_input, pools)  # type: ignore[arg-type]  # plain strings, where Keeps has Literals
     _, found = Values(*_ticks(schedule, placed), keeps).slots()
     return found["x"] + found["dy"], *(found[pool] for pool in pools)
 
 
-@functools.cache  # a large schedule takes 0.1 s, and a search asks for it with what each remat and dispatch keeps
+@functools.cache  # a large schedule takes 0.1 s, and a search needs it once for each remat and dispatch
 def _ticks(schedule: Schedule, placed: CostModel) -> tuple[Flat, np.ndarray]:
     flat = flatten(schedule)
     return flat, place(flat, placed)

@@ -1,4 +1,4 @@
-"""Where should a model's layers stand, by what the units of its stages took? Loads no JAX."""
+"""Move layers between stages to balance ranks, by the measured time of the stages' units. Loads no JAX."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,20 +10,22 @@ from dualpipe_jax.schedule import CostModel, Op, Schedule
 def moved_layers(
     layers: Sequence[int], schedule: Schedule, costs: CostModel, at_once: float | None = None
 ) -> tuple[tuple[int, ...], float]:
-    """Layers of each stage that make the busiest rank least busy, and how busy it is then, of what it is now.
+    """Find the number of layers of each stage that minimises the time of the busiest rank.
 
-    A layer is taken to cost what it does on ranks that have stages between the ends alone. Only shares are considered
-    that make all of these equally deep, so that no more kinds of units are compiled. It is an estimate, for layers may
-    differ: compile the units with these shares to know.
+    The cost of a layer is taken from the ranks that have neither the first nor the last stage. Only divisions
+    are considered that make all stages between the ends equally deep, so that no more kinds of units are
+    compiled. The result is an estimate, for layers may differ: compile the units with this division to know.
 
     Args:
-      layers: of each stage of the model, as they are.
-      schedule: whose ranks are meant.
-      costs: of its units with these layers; see ``unit_costs``.
-      at_once: of how many ranks the work can be done at a time; None: of all.
+      layers: the present number of layers of each stage of the model.
+      schedule: the schedule whose ranks are balanced.
+      costs: costs of its units with the present layers; see ``unit_costs``.
+      at_once: the number of ranks whose work can be done at the same time; None: all.
 
     Returns:
-      The layers as they are and 1 where nothing is better, or no rank is without an end.
+      The number of layers of each stage, and the time of the busiest rank as a ratio to its present time.
+      These are the present layers and 1 where no division is better, or where every rank has the first or the
+      last stage.
     """
     stages = len(layers)
     runs = np.zeros((schedule.num_ranks, stages))  # forwards of each stage on each rank
@@ -55,7 +57,7 @@ def moved_layers(
 
 
 def _equally_deep(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
-    """All shares whose stages between the ends have as many layers, one at least."""
+    """All divisions of layers in which the stages between the ends have the same number of layers, at least one."""
     for depth in range(1, num_layers // (num_stages - 2) + 1):
         left = num_layers - (num_stages - 2) * depth
         yield from ((first, *[depth] * (num_stages - 2), left - first) for first in range(left + 1))

@@ -1,4 +1,4 @@
-"""What dispatch sends over which links, and what finds no room: of a dry run, by random routing."""
+"""Bytes that dispatch sends over each kind of link, and the share of tokens without room, under random routing."""
 
 import dataclasses
 import math
@@ -31,15 +31,16 @@ class Dispatch:
 
 
 def count_links(plan: Plan, dispatch: Dispatch, target: Target | None, tokens: int) -> Links | None:
-    """Copies of a token and bytes of a device in one dispatch of a layer, of ``tokens`` a device.
+    """Count copies of a token and bytes of a device in one dispatch of a layer, with ``tokens`` tokens per device.
 
-    Nodes are those that were asked for, else those of a target that has some. None where experts lie on one node.
+    The number of nodes is the plan's ``ep_nodes``, else what a CUDA target's shape says. None where all
+    experts of a layer are on one node, or where the nodes do not divide ``ep``.
     """
     size = target.shape[-1] if target is not None and target.platform == "cuda" else plan.ep
     nodes = plan.ep_nodes if plan.ep_nodes > 1 else -(-plan.ep // size)
     if nodes < 2 or plan.ep % nodes:
         return None
-    # Groups that lie across nodes keep a token from none.
+    # Where groups lie across nodes, limited routing does not limit a token's nodes.
     groups, kept = (None, None) if dispatch.num_groups % nodes else (dispatch.num_groups, dispatch.top_groups)
     layout = Layout(plan.ep, dispatch.num_experts // plan.ep, nodes, groups)
     found = random_traffic(layout, dispatch.num_experts, dispatch.top_k, kept)
@@ -55,10 +56,10 @@ def count_links(plan: Plan, dispatch: Dispatch, target: Target | None, tokens: i
 
 
 def share_dropped(plan: Plan, dispatch: Dispatch, tokens: int) -> float | None:
-    """The share of the assignments of a device's ``tokens`` in a layer that finds no room, on average.
+    """The expected share of the assignments of a device's ``tokens`` in a layer that find no room.
 
-    Tokens choose independently, every expert and group of experts as often as any. 0 where room is never short, None
-    of dispatch in two hops.
+    Tokens choose independently, and all experts and groups of experts are equally likely. 0 where room is
+    never short, None for dispatch in two hops.
     """
     if plan.room is None:
         return 0.0
@@ -73,7 +74,7 @@ def share_dropped(plan: Plan, dispatch: Dispatch, tokens: int) -> float | None:
 
 
 def _visits(dispatch: Dispatch, held: int) -> np.ndarray:
-    """How likely a token is to choose 0, 1, ... of some experts that are held together."""
+    """The probabilities that a token chooses 0, 1, ... of ``held`` experts that share their room."""
     kept = dispatch.num_experts * dispatch.top_groups // dispatch.num_groups
     among = kept if held <= dispatch.num_experts // dispatch.num_groups else dispatch.num_experts
     most, rest = min(held, dispatch.top_k), among - held
@@ -84,6 +85,6 @@ def _visits(dispatch: Dispatch, held: int) -> np.ndarray:
 
 
 def _arrivals(tokens: int, visits: np.ndarray) -> np.ndarray:
-    """The distribution of the sum over so many tokens."""
+    """The distribution of the number of arrivals from ``tokens`` tokens: ``visits`` convolved with itself."""
     length = tokens * (len(visits) - 1) + 1
     return np.clip(np.fft.irfft(np.fft.rfft(visits, length) ** tokens, length), 0, 1)

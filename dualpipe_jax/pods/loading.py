@@ -1,4 +1,4 @@
-"""Programs by name: those that are registered, as the trainer's are, and those in files and modules of users."""
+"""Find programs by name: registered ones, such as the trainer's, and those in users' files and modules."""
 
 import difflib
 import importlib
@@ -14,25 +14,25 @@ from typing import Any
 from dualpipe_jax.pods.program import Program, Setting
 
 GROUP = "dualpipe_jax.programs"
-"""Entry points of this group are modules with ``named(NAME)``, the maker of a plain name, and ``study``, which
-answers what is asked of a step of serving."""
+"""The group of entry points that register programs. Each is a module with ``named(NAME)``, which returns the maker of
+a plain name, and ``study``, which answers requests about a step of serving."""
 
 Maker = Callable[..., Program]
 """``maker(setting, **changes) -> Program``."""
 
 
 def make(name: str, setting: Setting, changes: dict[str, Any]) -> Program:
-    """The program of a name, in a setting.
+    """Make the program of a name, in a setting.
 
     Raises:
-      ValueError: there is none, it does not take these changes, or makes something else.
+      ValueError: there is no such maker, it does not take these changes, or it does not return a ``Program``.
       Whatever the maker raises.
     """
     maker = find(name)
     try:
         program = maker(setting, **changes)
     except TypeError as error:
-        # Only where it was never entered: a mistake inside is its author's to see.
+        # Only if the maker was never entered: a TypeError inside it reaches its author unchanged.
         if error.__traceback__ is not None and error.__traceback__.tb_next is None:
             raise ValueError(
                 f"--program {name}: {error}; it is called with a setting and --set's numbers"
@@ -47,10 +47,10 @@ def make(name: str, setting: Setting, changes: dict[str, Any]) -> Program:
 
 
 def find(name: str) -> Maker:
-    """The function of a name: FILE.py:function, package.module:function, or a registered one for a plain name.
+    """The maker of a name: FILE.py:function, package.module:function, or a registered one for a plain name.
 
     Raises:
-      ValueError: there is none; says what is there.
+      ValueError: there is none; the message lists what the module has.
     """
     where, colon, function = name.rpartition(":")
     if not colon:
@@ -74,7 +74,10 @@ def find(name: str) -> Maker:
 
 
 def registered(what: str) -> ModuleType:
-    """The module that is registered for ``GROUP`` and there; ``what`` is asked for, in words that an error begins with.
+    """Load the installed module that is registered for ``GROUP``.
+
+    Args:
+      what: what is asked for, the words with which an error message begins.
 
     Raises:
       ValueError: there is none.
@@ -106,7 +109,7 @@ def _module(name: str, where: str) -> ModuleType:
         return importlib.import_module(where)
     except ModuleNotFoundError as error:
         if error.name is not None and not f"{where}.".startswith(f"{error.name}."):
-            raise  # it is there, and wants another that is not
+            raise  # the module exists, and imports another that does not
         raise ValueError(
             f"--program {name}: there is no module {where} on Python's path or in this folder; a file is "
             "named FILE.py:name"

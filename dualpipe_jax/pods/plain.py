@@ -1,4 +1,4 @@
-"""Dataclasses as JSON has them, and back."""
+"""Convert dataclasses to values that JSON can hold, and back."""
 
 import dataclasses
 import functools
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def plain(value: Any) -> Any:
-    """Dataclasses, mappings and sequences as dicts and lists; keys as text."""
+    """Convert dataclasses, mappings and sequences to dicts and lists. Keys become strings."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -20,9 +20,10 @@ def plain(value: Any) -> Any:
 
 
 def filled(kind: type[T], value: Any) -> T:
-    """The inverse of ``plain`` for a value of this type; dicts' entries that are no field's are left out.
+    """The inverse of ``plain`` for a value of type ``kind``. Entries of a dict that are no fields are left out.
 
-    Keys of a type that has ``parse``, such as ``UnitKey``, are read by that; numbers are numbers again.
+    Keys of a type with a method ``parse``, such as ``UnitKey``, are read by that method; keys of type int
+    become ints.
     """
     return _filled(kind, value)
 

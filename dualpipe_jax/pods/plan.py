@@ -1,4 +1,4 @@
-"""What is asked of a training step on a pod: which program, by which options; loads no JAX."""
+"""The plan of a training step on a pod: its program and its options. Loads no JAX."""
 
 import dataclasses
 import json
@@ -14,7 +14,7 @@ from dualpipe_jax.step_options import Count, StepOptions, numbers_by_name
 
 @dataclasses.dataclass(frozen=True)
 class _Asked:
-    """Which program. A base, so that it stands before a step's options in a command's help."""
+    """The options that name the program. A base class, so that help prints them before a step's options."""
 
     model: Annotated[str, arg(name="program", aliases=["--model"], metavar="NAME")] = "v3"
     """The program: v3, v2, v2-lite, 67b-a2b, small, tiny or byte of this repository, or a function of your
@@ -35,31 +35,31 @@ class Plan(StepOptions, _Asked):
 
     @property
     def changes(self) -> dict[str, int | float]:
-        """``set`` by name.
+        """The numbers of ``set`` by name.
 
         Raises:
-          ValueError: one is not NAME=NUMBER.
+          ValueError: an entry is not NAME=NUMBER.
         """
         return numbers_by_name(self.set)
 
     def check_each(self) -> None:
-        """Whether each option by itself can be, ``set`` too. Raises ValueError."""
+        """Check each option by itself, ``set`` too. Raises ValueError."""
         super().check_each()
         _ = self.changes
 
     @property
     def step(self) -> StepOptions:
-        """The options alone, which hold of any program."""
+        """The options alone, without the program."""
         return StepOptions(
             **{field.name: getattr(self, field.name) for field in dataclasses.fields(StepOptions)}
         )
 
 
 def read_plan(file: Path) -> Plan:
-    """The plan that a file of `dualpipe plan` holds.
+    """Read the plan that a file of `dualpipe plan` holds.
 
     Raises:
-      ValueError: it cannot be read, or holds none; says where.
+      ValueError: the file cannot be read, holds no plan, or has options that this version does not know.
     """
     where = f"--plan {file}"
     try:

@@ -1,10 +1,11 @@
-"""Which plan makes a step shortest? All that are wanted, by unit costs that were compiled once; loads no JAX.
+"""Find the plan with the shortest step. Plans are priced by unit costs that were compiled once. Loads no JAX.
 
-Units are compiled for each *case*: everything that decides what a stage's functions become. Schedules that place stages
-alike, numbers of microbatches and limits of stashes are told apart by simulation alone. What is shared out changes
-units little, but the update and what stands beside the ticks, such as gathers of parameters: so a case is compiled with
-the least that any of its plans needs, and again with more where that could make a step shorter; see ``worth``.
-Layers stand where the program puts them, and then where the costs of its stages would have them; see ``moved``.
+Units are compiled for each *case*: everything that decides what a stage's functions become. Schedules with
+the same placement of stages, numbers of microbatches and limits of stashes differ in simulation alone. What
+``Plan.shard`` divides hardly changes units; it changes the update and the work outside ticks, such as gathers
+of parameters. So a case is compiled with the least sharding that any of its plans needs, and again with more
+where that could make a step shorter; see ``worth``. Layers are first where the program puts them, then where
+the costs of its stages suggest; see ``moved``.
 """
 
 import dataclasses
@@ -32,24 +33,26 @@ REMATS: tuple[Remat, ...] = typing.get_args(Remat)
 DISPATCHES: tuple[Literal["dropless", "capacity"], ...] = ("dropless", "capacity")
 STASHES: tuple[int | None, ...] = (None, 8, 2, 1)
 SHARDS: tuple[Shard, ...] = typing.get_args(Shard)
-"""The simplest first."""
+"""The values of each option that are tried, the simplest first."""
 _MOST_RANKS = 32
-"""Pipeline ranks that are tried where nobody says how many."""
+"""The largest number of pipeline ranks that is tried where the user gives none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What plans are looked for.
+    """The plans to search.
 
     Attributes:
-      base: whatever is not chosen.
-      tokens: of a step; None: four microbatches for each rank, of one sequence a device.
-      pp: numbers of pipeline ranks; empty: all that divide the devices, up to 32.
-      dp: numbers of replicas.
-      per_device: sequences of a microbatch that a device has.
-      schedules, remats, dispatches, stashes, shards: to choose from.
-      stages_per_rank: numbers to choose from for interleaved schedules; empty: the one that they have.
-      moves: how many cases with layers moved between stages may be compiled besides; see ``moved``.
+      base: a plan with the options that are not searched.
+      tokens: the number of tokens of a step; None: four microbatches for each rank, of one sequence per
+        device.
+      pp: the numbers of pipeline ranks to try; empty: all from 2 to 32 that divide the devices of a replica.
+      dp: the numbers of replicas to try.
+      per_device: the numbers of sequences of a microbatch per device to try.
+      schedules, remats, dispatches, stashes, shards: the values to choose from.
+      stages_per_rank: the numbers of stages to try for interleaved schedules; empty: their default.
+      moves: the number of further cases, with layers moved between stages, that may be compiled; see
+        ``moved``.
     """
 
     base: Plan
@@ -71,8 +74,9 @@ class Case:
     """Plans whose units are the same.
 
     Attributes:
-      plan: the one whose units are compiled; its schedule runs as many kinds of units as any of them.
-      plans: all of them, with nothing shared out.
+      plan: the plan whose units are compiled. Its schedule runs as many kinds of units as that of any of
+        ``plans``.
+      plans: all plans of the case, with ``shard`` "nothing".
     """
 
     plan: Plan
@@ -84,10 +88,10 @@ class Choice:
     """A plan that was considered.
 
     Attributes:
-      plan: all that `dryrun` needs to know.
-      mfu, seconds: predicted; None where nothing was compiled, for it cannot be had.
-      memory: bytes of the fullest device; None where that is not known.
-      refused: why it cannot be had; empty if it can.
+      plan: the plan, with all that `dryrun` needs.
+      mfu, seconds: the predicted MFU and seconds of its step; None where it was refused before it was priced.
+      memory: bytes of the fullest device; None where they are not known.
+      refused: why the plan is not possible; empty if it is.
     """
 
     plan: Plan
@@ -98,7 +102,11 @@ class Choice:
 
 
 def cases(wanted: Wanted, num_devices: int) -> tuple[list[Case], list[Choice]]:
-    """Everything to be compiled, and what cannot be had whatever it takes."""
+    """The cases to compile, and the plans that are not possible whatever their memory.
+
+    Raises:
+      ValueError: a number of replicas or ranks does not divide the devices.
+    """
     found: list[Case] = []
     refused: list[Choice] = []
     for (dp, pp), per_device, remat, dispatch in itertools.product(
@@ -127,7 +135,7 @@ def cases(wanted: Wanted, num_devices: int) -> tuple[list[Case], list[Choice]]:
 
 
 def _cuts(wanted: Wanted) -> list[tuple[str, int | None]]:
-    """Schedules, and the stages of each rank where a schedule leaves that choice."""
+    """Pairs of a schedule and a number of stages per rank, which is None where it is not chosen."""
     return [
         (recipe.__name__, stages)
         for recipe in map(find, wanted.schedules)
@@ -136,7 +144,11 @@ def _cuts(wanted: Wanted) -> list[tuple[str, int | None]]:
 
 
 def _ranks(wanted: Wanted, num_devices: int) -> list[tuple[int, int]]:
-    """Replicas and their pipeline ranks, of which a device is one of as many experts' devices as are left."""
+    """Pairs (dp, pp) to try. The remaining devices, ``num_devices // (dp * pp)``, are expert-parallel.
+
+    Raises:
+      ValueError: a number does not divide the devices.
+    """
     found = []
     for dp in wanted.dp:
         of_each, left = divmod(num_devices, dp)
@@ -153,7 +165,7 @@ def _ranks(wanted: Wanted, num_devices: int) -> list[tuple[int, int]]:
 
 
 def _case(plans: list[Plan], stashes: Iterable[int | None]) -> Case:
-    """Plans of one placement, with all limits that change their order."""
+    """The case of plans of one placement, each with every limit of stashes that changes its schedule's order."""
     all_plans = []
     for plan in plans:
         seen = set()
@@ -167,12 +179,13 @@ def _case(plans: list[Plan], stashes: Iterable[int | None]) -> Case:
 
 
 def cut_in_vain(case: Case, cases: Iterable[Case], layers: int) -> list[Choice]:
-    """The plans of a case, as refused, if others cut its ranks into fewer stages of which none has two layers.
+    """The plans of a case, as refused, if it cuts ranks into more stages than layers where fewer stages are enough.
 
     Args:
-      case: of one schedule whose number of stages is free.
-      cases: all.
-      layers: of the model; 0: nobody knows.
+      case: the case. Only one with a chosen number of stages per rank can be refused.
+      cases: all cases. The case is refused if another one, equal but for its number of stages, has fewer
+        stages, and not fewer than layers.
+      layers: the number of layers of the model; 0: not known.
     """
 
     def kept(plan: Plan) -> Plan:
@@ -191,14 +204,15 @@ def cut_in_vain(case: Case, cases: Iterable[Case], layers: int) -> list[Choice]:
 
 
 def num_stages(plan: Plan) -> int:
-    """Of the model, whatever the number of its copies."""
+    """The number of stages of the model. A second copy of the model does not count."""
     return schedule_of(plan).placement.num_model_stages
 
 
 def standing_for(plans: Iterable[Plan]) -> Plan:
-    """The one that runs most kinds of units; of several the one with the fewest stashes.
+    """The plan whose schedule runs most kinds of units; among several, the one with the fewest stashes.
 
-    What does not fit is compiled to slower units that compute again, or not at all.
+    Few stashes, because units that do not fit in memory are compiled to slower ones that compute again, or
+    not at all.
     """
     fewest = sorted(plans, key=lambda plan: math.inf if plan.max_stash is None else plan.max_stash)
     return max(fewest, key=lambda plan: len(units_of(schedule_of(plan))))
@@ -209,7 +223,7 @@ def schedule_of(plan: Plan) -> Schedule:
 
 
 def _order(plan: Plan) -> StepOptions:
-    """What of a plan its schedule follows from."""
+    """The options of a plan that decide its schedule."""
     return StepOptions(
         schedule=plan.schedule,
         stages_per_rank=plan.stages_per_rank,
@@ -225,7 +239,7 @@ def _schedule(order: StepOptions) -> Schedule:
 
 
 def layout_of(plan: Plan) -> str:
-    """Ranks and experts' devices, and replicas before them where there are some."""
+    """The layout in words, "pp x ep" or "dp x pp x ep", such as ``16 x 64``."""
     return ("" if plan.dp == 1 else f"{plan.dp} x ") + f"{plan.pp} x {plan.ep}"
 
 
@@ -234,11 +248,11 @@ def shared(plan: Plan, shard: Shard) -> Plan:
 
 
 def counted(case: Case, counts: Mapping[Shard, Answer]) -> tuple[list[Plan], list[Choice]]:
-    """Plans of a case that may fit by what is counted alone, and those that cannot; nothing is compiled for it.
+    """Separate the plans of a case that may fit by counts alone from those that cannot. Nothing is compiled.
 
     Args:
-      case: the plans.
-      counts: what was counted of the case's plan, by what is shared out.
+      case: the case.
+      counts: for each value of ``shard``, the answer with the counts of the case's plan.
     """
     fit, refused = [], []
     for plan, shard in itertools.product(case.plans, counts):
@@ -253,12 +267,12 @@ def counted(case: Case, counts: Mapping[Shard, Answer]) -> tuple[list[Plan], lis
 
 
 class Prices:
-    """What was compiled of a case, as prices of all of its plans that share out as much.
+    """The compiled units of a case, by which all of its plans with the same ``shard`` are priced.
 
     Args:
-      case: the plans.
-      shard: what is shared out.
-      found: the answer; whose units were compiled, or not, see ``known``.
+      case: the case.
+      shard: the value of ``Plan.shard`` with which it was compiled.
+      found: the answer. Where the compiler refused its units, ``known`` is False.
     """
 
     def __init__(self, case: Case, shard: Shard, found: Answer):
@@ -271,7 +285,7 @@ class Prices:
 
     @property
     def known(self) -> bool:
-        """Whether there are times; else the compiler refused the units."""
+        """Whether the step has a predicted time. If not, the compiler refused the units."""
         return self.step is not None
 
     @functools.cached_property
@@ -281,7 +295,7 @@ class Prices:
         return unit_costs(units, send, split=False), unit_costs(units, send, split=True)
 
     def costs(self, schedule: Schedule) -> CostModel:
-        """The costs of its units for a schedule, in cycles."""
+        """The costs of the case's units for a schedule, in cycles."""
         return self._costs[splits(schedule)]
 
     def _ticks(self, plan: Plan) -> float:
@@ -292,11 +306,11 @@ class Prices:
         return cycles / self.target.clock
 
     def choices(self, plans: Iterable[Plan], count: Answer) -> list[Choice]:
-        """Time and memory of plans that share out as much as was compiled.
+        """Predict time and memory of plans with the same ``shard`` as the compiled units.
 
         Args:
-          plans: see ``counted``.
-          count: what was counted of the case's plan, with as much shared out.
+          plans: plans that may fit; see ``counted``.
+          count: the answer with the counts of the case's plan, with the same ``shard``.
         """
         assert count.memory is not None
         if self.step is None:
@@ -314,7 +328,7 @@ class Prices:
 
 
 def _beyond(found: Answer) -> float:
-    """Bytes that a program takes beyond what was counted of it; at least, if the compiler had no memory for it."""
+    """Bytes that a program takes beyond its count; a lower bound if the compiler refused it for memory."""
     memory, compiled = found.memory, found.compiled
     assert memory is not None and compiled is not None
     if compiled.out_of_memory is not None and memory.limit is not None:
@@ -324,19 +338,20 @@ def _beyond(found: Answer) -> float:
 
 _ENDS = {UnitKey("F", (kind,)) for kind in ("first", "last")}
 GAIN = 0.99
-"""Steps that are estimated to take more of the best one are not worth a compilation."""
+"""The ratio to the best step's time: a case whose estimated step is not below it is not worth a compilation."""
 
 
 def moved(compiled: Sequence[Prices], choices: Iterable[Choice], tried: Iterable[Case]) -> Case | None:
-    """The case that promises most, by what its stages' units took, if its layers are moved between them.
+    """The case with the shortest estimated step after layers are moved between its stages.
 
-    Estimated is the best plan of each case, with the busiest rank as ``moved_layers`` makes it. None where none is
-    shorter than the best of all, or programs do not tell their layers, or have no kinds "first" and "last".
+    The estimate scales the best plan of each compiled case by the ratio that ``moved_layers`` returns. None
+    where no estimate is below ``GAIN`` times the best step, where programs do not give ``stage_layers``, or
+    where their stages have no kinds "first" and "last".
 
     Args:
-      compiled: whose prices are known.
-      choices: all so far.
-      tried: cases that were considered.
+      compiled: the prices of all compiled cases.
+      choices: all choices so far.
+      tried: the cases that were considered before.
     """
     able = {c.plan: c.seconds for c in choices if not c.refused and c.seconds is not None}
     shortest, known, promised = min(able.values(), default=0.0), set(tried), []
@@ -359,15 +374,15 @@ def _with_layers(case: Case, layers: tuple[int, ...]) -> Case:
 
 
 def worth(plans: Sequence[Plan], done: Iterable[Choice], prices: Prices | None) -> bool:
-    """Whether to compile units with as much shared out as some plans of a case share, after those that share out less.
+    """Whether to compile a case's units again, with more sharding.
 
-    It is, if one of them does not fit with less and could be the shortest: its ticks alone are shorter than the
-    shortest step so far.
+    They are, if one of the plans does not fit with less sharding and could be the shortest: its ticks alone
+    are shorter than the shortest step of the case so far.
 
     Args:
-      plans: that may fit, see ``counted``.
-      done: those of the case that are priced, and others that cannot be had.
-      prices: the latest of the case; None: there are none.
+      plans: the plans with more sharding that may fit; see ``counted``.
+      done: the choices of the case so far, priced or refused.
+      prices: the latest prices of the case; None if there are none.
     """
     able = [choice for choice in done if not choice.refused]
     if prices is None or not able:
@@ -378,11 +393,11 @@ def worth(plans: Sequence[Plan], done: Iterable[Choice], prices: Prices | None) 
 
 
 def needed(plan: Plan, counted: Memory, tokens: float = 1.0) -> float:
-    """Bytes of a device that are counted of a plan, from those of another that shares out as much.
+    """Bytes of a device that a plan needs by count, from the counts of another plan with the same ``shard``.
 
-    It is exact for plans of the same case. Plans of another cut have ``tokens`` times as many tokens of a microbatch on
-    a device, and parameters are taken to be as many there: DeepSeek-V3 on half and a quarter as many ranks needs 5 and
-    14 % more than is told of it, where parameters are shared out.
+    The result is exact for plans of the same case. Plans of another cut have ``tokens`` times as many tokens
+    of a microbatch on a device, and their parameters on a device are assumed to be as many: DeepSeek-V3 on
+    half and a quarter as many ranks needs 5 and 14 % more than this estimate, where parameters are sharded.
     """
     assert counted.kept is not None
     return _set_aside(_order(plan), counted.kept.scaled(tokens), MemoryModel(**counted.share))
@@ -398,15 +413,15 @@ def too_much(size: float, limit: float, how: str) -> str:
 
 
 def ranked(choices: Iterable[Choice]) -> list[Choice]:
-    """Those that can be had, the best first: the highest MFU, of equal ones the simplest.
+    """The choices that are possible, the best first: the highest MFU, among equal ones those without a stash limit.
 
-    What shares more out than need be, and is no shorter for it, is left out.
+    A choice is left out if the same plan with less sharding is possible and not slower.
     """
     able = [choice for choice in choices if not choice.refused and choice.seconds is not None]
     seconds = {choice.plan: choice.seconds for choice in able}
 
     def better(choice: Choice) -> bool:
-        """Than the same with less shared out."""
+        """Whether it is shorter than the same plan with less sharding."""
         less = [shared(choice.plan, shard) for shard in SHARDS[: SHARDS.index(choice.plan.shard)]]
         return all(seconds[choice.plan] < seconds[plan] for plan in less if plan in seconds)  # type: ignore[operator]
 
@@ -414,7 +429,7 @@ def ranked(choices: Iterable[Choice]) -> list[Choice]:
 
 
 def nearest(choices: Iterable[Choice]) -> list[Choice]:
-    """Those that cannot be had, of each schedule and remat policy the one that needs least."""
+    """The refused choice that needs least memory, for each schedule, dp, pp, remat and dispatch."""
     groups: dict[tuple[object, ...], list[Choice]] = {}
     for choice in choices:
         if choice.refused:

@@ -1,6 +1,7 @@
-"""What a compiled program's cycles say of a step: costs of its units, its time, its share of the peak.
+"""Predict the time of a step from the cycles of its compiled units, for its schedule and for all others.
 
-All of this is the compiler's model of the device, or a roofline where it has none; nothing here was measured.
+Cycles come from the compiler's model of the device, or from a roofline where it has none; nothing here was
+measured.
 """
 
 import math
@@ -24,10 +25,15 @@ def step_cycles(
 ) -> tuple[float, float]:
     """Cycles from the first forward to the last backward: in the engine's ticks, and in the ideal order.
 
-    The optimizer and the reduction of gradients come on top. ``tick`` is what each tick takes beside its units, which
-    the ideal order, of no ticks, leaves out. ``at_once`` is of how many ranks the processors can do the work at a
-    time, where they share them; None: all. ``placed`` are the costs by which the engine places actions on ticks, see
-    ``Pipeline.costs``; None: those given.
+    The optimizer and the reduction of gradients are not included.
+
+    Args:
+      schedule: the schedule.
+      costs: the costs of its units, in cycles.
+      tick: cycles of each tick outside its units; the ideal order has no ticks and leaves them out.
+      at_once: the number of ranks whose work the processors can do at the same time, where ranks share them;
+        None: all.
+      placed: the costs by which the engine places actions on ticks, see ``Pipeline.costs``; None: ``costs``.
     """
     table, ideal = lower(schedule, placed or costs), simulate(schedule, costs).makespan
     if at_once is not None:
@@ -49,15 +55,15 @@ def rank_schedules(
     limit: float,
     price: Callable[[Schedule, CostModel], tuple[float, float]],
 ) -> tuple[ScheduleTime, ...]:
-    """All schedules for given costs and sizes of a rank's share: the shortest step that fits first.
+    """Rank all schedules for given costs and sizes of a rank's share: those that fit first, the shortest step first.
 
     Arguments:
-      costs: of a whole rank's share, for schedules that split backwards.
-      costs_unsplit: for those that do not.
-      memory: sizes of a whole rank's share.
+      costs: costs of a rank's whole share of the model, for schedules that split backwards.
+      costs_unsplit: the same for schedules that do not.
+      memory: sizes of a rank's whole share.
       kept: what stages keep of a microbatch.
-      limit: bytes of a device.
-      price: gives seconds and MFU of a schedule's step at the costs of its stages.
+      limit: bytes of a device's memory.
+      price: a function of a schedule and the costs of its stages that returns seconds and MFU of its step.
     """
     found = []
     for own, wanted in ((costs, True), (costs_unsplit, False)):

@@ -1,4 +1,4 @@
-"""A training step as shapes: all that a dry run knows of a model, and of its place on devices."""
+"""A training step as shapes: all that a dry run knows of a model and of its place on devices."""
 
 import dataclasses
 import functools
@@ -29,7 +29,8 @@ class Update(NamedTuple):
     Attributes:
       state: what is kept from step to step in addition to the parameters, such as AdamW's averages: a tree of
         ShapeDtypeStructs with shardings.
-      lower: ``lower(value_and_grad, batch)`` returns the whole step, lowered; see ``Pipeline.value_and_grad``.
+      lower: ``lower(value_and_grad, batch)`` returns the whole step, lowered; see
+        ``Pipeline.value_and_grad``.
     """
 
     state: Tree
@@ -48,10 +49,11 @@ class Setting:
     (4, 8)
 
     Attributes:
-      plan: the options that were given. A program that can cut its layers unevenly cuts them as ``plan.stage_layers``
-        says.
+      plan: the options that were given. A program that can cut its layers unevenly cuts them as
+        ``plan.stage_layers`` says.
       schedule: the model has ``schedule.placement.num_model_stages`` stages.
-      mesh: the mesh of "pp" and "ep" devices, and "dp" replicas; an abstract mesh where nothing is to be compiled.
+      mesh: the mesh of "pp" and "ep" devices, and "dp" replicas; an abstract mesh where nothing is to be
+        compiled.
       platform: JAX's name of the devices' platform; None where it is not known.
     """
 
@@ -63,7 +65,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A pipelined training step, as shapes. No array is made of it.
+    """A pipelined training step, as shapes. No arrays are made.
 
     >>> import jax, jax.numpy as jnp
     >>> from dualpipe_jax import Out, StagedModel
@@ -92,22 +94,24 @@ class Program:
 
     Attributes:
       model: the functions of its stages.
-      params: {"stages", "shared"} as the model has them: ShapeDtypeStructs, such as ``jax.eval_shape`` returns.
+      params: {"stages", "shared"} as the model has them: ShapeDtypeStructs, such as ``jax.eval_shape``
+        returns.
       batch: the batch of a step, as ShapeDtypeStructs [microbatches, microbatch size, ...].
       tokens: the number of tokens that a step learns from.
       flops: floating-point operations that training one token takes, as MFU is to count them.
       counted: what ``flops`` counts, in words.
-      routed: the part of ``flops`` that routed experts do. A device does more than that where experts have more room
-        than tokens.
+      routed: the part of ``flops`` that routed experts do. A device does more than that where the room of
+        experts exceeds their tokens.
       param_specs: how parameters are sharded over "ep"; see ``Pipeline``.
-      update: ``update(placed parameters)`` returns how a step uses its gradients. None counts only parameters and
-        gradients.
+      update: ``update(placed parameters)`` returns how a step uses its gradients. None counts only parameters
+        and gradients.
       active: number of parameters that one token uses; None: all.
       total: number of parameters of the model; None: those that ``params`` has.
       dispatch: how tokens choose experts; None if there are none.
       pipeline: further arguments of ``Pipeline``, such as ``storage_specs``.
-      stage_layers: number of layers of each stage of the model, which is ``plan.stage_layers`` where that is given;
-        empty where it cannot be chosen. `dualpipe plan` moves layers where the ends are of kinds "first" and "last".
+      stage_layers: number of layers of each stage of the model, which is ``plan.stage_layers`` where that is
+        given; empty where it cannot be chosen. `dualpipe plan` moves layers where the ends are of kinds
+        "first" and "last".
     """
 
     model: StagedModel
@@ -128,12 +132,12 @@ class Program:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blueprint:
-    """A program in its place: all that a training step is made from.
+    """A program with its schedule and its mesh: all that a training step is made from.
 
     Attributes:
-      program: what runs.
-      schedule: who does what in which order.
-      mesh: pp x ep devices, or an abstract mesh, which is enough for counting.
+      program: the program.
+      schedule: the order of actions on each rank.
+      mesh: a mesh of pp x ep devices, dp times; or an abstract mesh, which is enough for counting.
       fuse_pairs: see ``Pipeline``.
       gradient_sums: the dtype in which gradients are summed over microbatches.
     """
@@ -158,7 +162,7 @@ class Blueprint:
 
     @functools.cached_property
     def params(self) -> Tree:
-        """ShapeDtypeStructs as the engine takes parameters, with their shardings."""
+        """The parameters as the engine takes them: ShapeDtypeStructs with shardings."""
         shapes = jax.eval_shape(self.pipeline.placed, self.program.params)
         lies = self.pipeline.shardings(shapes)
         return jax.tree.map(
@@ -190,7 +194,7 @@ class Blueprint:
 
     @functools.cached_property
     def sketch(self) -> Sketch:
-        """What the engine keeps and multiplies; see ``Pipeline.sketch``. It takes seconds: the model is traced."""
+        """The engine's state and its matrix products; see ``Pipeline.sketch``. Takes seconds: the model is traced."""
         return self.pipeline.sketch(self.params, self.batch)
 
     @property
@@ -221,7 +225,7 @@ def _as_used(leaf: Any, lies: Any, dtype: Any) -> jax.ShapeDtypeStruct:
 
 
 def abstract_mesh(num_pp: int, ep: int | tuple[int, int], *, dp: int = 1) -> AbstractMesh:
-    """A mesh of no devices in particular, enough for counting; arguments as ``make_mesh`` takes them."""
+    """A mesh without devices, enough for counting. The arguments are those of ``make_mesh``."""
     sizes = {PP: num_pp, EP: ep} if isinstance(ep, int) else {PP: num_pp, NODE: ep[0], EP: ep[1]}
     sizes = {DP: dp} | sizes if dp > 1 else sizes
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

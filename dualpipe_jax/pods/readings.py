@@ -1,4 +1,4 @@
-"""What a compiled program says, as a dry run answers it."""
+"""Read from a compiled program what a dry run answers."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +16,7 @@ from dualpipe_jax.pods.units import bodies_of, overheads, scan_body, units_of_pr
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 _COPY_BYTES = 1 << 20
-"""Copies in loops of fewer bytes are not worth a mention."""
+"""The bytes of the smallest copies in loops that are reported."""
 
 
 def read(
@@ -28,10 +28,16 @@ def read(
     model: StagedModel | None = None,
     **more: Mapping[str, Any],
 ) -> Compiled:
-    """Overlap, units, sends, copies and memory of a compiled program.
+    """Read overlap, units, sends, copies and memory of a compiled program.
 
-    ``held`` names the arrays that no loop should copy; see ``ahead.array_name``. ``model`` tells the kinds of stages,
-    where it is known. ``more`` are further fields.
+    Args:
+      what: ``Compiled.what``.
+      module: the program.
+      report: its overlap report.
+      memory: the compiler's own count of its memory, if there is one.
+      held: the names of the arrays that no loop should copy; see ``ahead.array_name``.
+      model: the model, which names the kinds of stages; None where it is not known.
+      more: further fields of ``Compiled``.
     """
     pairs = bodies_of(module, "FB")
     exchange = [c for c in report.select("collective-permute") if c.computation == scan_body(module)]
@@ -57,7 +63,7 @@ def read(
 
 
 def read_foreign(module: inspect.Module, report: OverlapReport) -> Compiled:
-    """The same of a program that may be anybody's: all of its collectives, and why each that is exposed is so."""
+    """Read any program, also one without units: all of its collectives, and the causes of the exposed ones."""
     kinds = dict.fromkeys(c.kind for c in report.collectives)
     places = {e.collective.computation for e in report.exposures}
     found = read("text", module, report, None)
@@ -95,7 +101,10 @@ def shares(chosen: Sequence[Collective]) -> Shares:
 
 
 def exposed_by_tick(cycles: float | None, units: Mapping[UnitKey, Unit]) -> dict[str, float]:
-    """Cycles of a tick's sends, one after the other, beyond the work of each of most stages' units, and of none: ""."""
+    """Cycles of a tick's sends, one after the other, beyond the work of its unit: by the op of most stages' units.
+
+    The key "" is a tick without a unit. Empty if ``cycles`` is None.
+    """
     if cycles is None:
         return {}
     usual = {key.op: unit.computation for key, unit in units.items() if not key.kinds}
@@ -103,7 +112,7 @@ def exposed_by_tick(cycles: float | None, units: Mapping[UnitKey, Unit]) -> dict
 
 
 def _copy(copy: Copy, held: Collection[str]) -> CopyInLoop:
-    """A copy; whether it is of a pool, a sum or a parameter is told by its shape."""
+    """A reported copy. By its shape and dtype alone it counts as one of a pool, a sum or a parameter."""
     array = ahead.array_name(*copy.array)
     return CopyInLoop(copy.name, copy.nbytes, copy.context, copy.op_name, array, array in held)
 

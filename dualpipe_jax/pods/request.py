@@ -1,4 +1,4 @@
-"""What a dry run is asked; loads no JAX."""
+"""The request to a dry run. Loads no JAX."""
 
 import dataclasses
 
@@ -7,23 +7,27 @@ from dualpipe_jax.pods.plan import Plan
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What is to be found out.
+    """A request to a dry run.
 
     Attributes:
-      plan: the step.
-      target: the devices; None for any, of which nothing can be compiled.
-      compile: "pair" (for overlap), "units" (each unit of the engine once, for costs), "usual" (those of most stages,
-        for an estimate in a part of the time), "step" (the whole step, with the program's own update), or "nothing":
-        memory is counted all the same; "draw": not even that, only whether the options fit is looked at.
-        "prefill" or "decode" for layers of serving, the trainer's models'.
-      files: what to write of the compiled program, each by its ending: .svg and .png a picture of the pair's
-        timeline, .trace the same for Perfetto, any other the program's text.
-      compiled: file with the text of a program that is already compiled for the target: only this is read, the
-        plan above is not looked at.
-      rates: file of measured rates, by which programs are priced; None for the compiler's figures.
-      hints: whether to look for options that make a step fit that does not.
-      requests: of a device, for serving; None for DeepSeek's.
-      log: the file that this process's standard error goes to, where the TPU compiler's statistics are found.
+      plan: the plan of the step.
+      target: the name of the target; None: any devices, for which nothing can be compiled.
+      compile: the part of the step to compile:
+        "pair": an overlapped pair, for the overlap.
+        "units": each unit of the engine once, for costs.
+        "usual": the units of most stages, for an estimate in less time.
+        "step": the whole step, with the program's own update.
+        "nothing": no part; memory is counted all the same.
+        "draw": no part, and nothing is counted; only the options are checked.
+        "prefill" or "decode": layers of a serving step, of the trainer's models.
+      files: files to write about the compiled program, each by its ending: .svg and .png a picture of the
+        pair's timeline, .trace the same for Perfetto, any other the program's text.
+      compiled: a file with the text of a program that is already compiled for the target. Only this file is
+        read; ``plan`` is ignored.
+      rates: a file of measured rates, by which programs are priced; None: the compiler's figures.
+      hints: whether to look for options that make a step fit, if it does not.
+      requests: the number of requests per device, for serving; None: as in DeepSeek's profiles.
+      log: the file that receives this process's standard error, where the TPU compiler writes its statistics.
     """
 
     plan: Plan

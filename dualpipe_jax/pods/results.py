@@ -1,4 +1,4 @@
-"""What a dry run finds, as values; loads no JAX. ``plain`` makes JSON of them."""
+"""The results of a dry run, as values. ``plain`` converts them to JSON. Loads no JAX."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -11,7 +11,10 @@ from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """A target: how many devices, and what each can do; see ``inspect.target.Device``, and ``source`` of its peak."""
+    """A target: its name, the number of its devices, and the figures of one device.
+
+    Figures are those of ``inspect.target.Device``. ``source`` says where the peak, ``flops``, comes from.
+    """
 
     name: str
     devices: int
@@ -24,7 +27,7 @@ class Machine:
 
 @dataclasses.dataclass(frozen=True)
 class Parameters:
-    """Numbers that are learnt: of the whole model, those that a token meets, and those that one device stores."""
+    """The number of parameters: of the whole model, those that one token uses, and those that one device stores."""
 
     total: int
     active: int
@@ -33,7 +36,7 @@ class Parameters:
 
 @dataclasses.dataclass(frozen=True)
 class Remedy:
-    """An option that makes a step need less: bytes with it and those before it, and its price in words."""
+    """An option that saves memory: bytes that a device needs with it and those before it, and its price in words."""
 
     option: str
     needed: int
@@ -45,15 +48,18 @@ class Memory:
     """Bytes of one device.
 
     Attributes:
-      kinds: counted exactly, by kind; see ``ahead.memory_by_kind``.
-      total: of all kinds.
-      beyond: what the compiler takes beyond what was counted of its program; None where nobody knows.
-      needed: in all.
-      limit: what there is; None without a target.
-      fits: whether that is enough.
-      share: what a whole rank's share of the model keeps: the fields of a ``MemoryModel``; see ``ahead.rank_memory``.
-      kept: what stages keep of a microbatch, from which what other schedules need follows; see ``kept.set_aside``.
-      remedies: where it does not fit, options that make it fit together, if any do.
+      kinds: exact counts by kind; see ``ahead.memory_by_kind``.
+      total: the sum of all kinds.
+      beyond: bytes that the compiled program takes beyond its count; None where the compiler reported no
+        memory.
+      needed: all bytes that are needed; see ``weigh``.
+      limit: the memory of a device; None without a target.
+      fits: whether the limit is enough.
+      share: sizes of a rank's whole share of the model: the fields of a ``MemoryModel``; see
+        ``ahead.rank_memory``.
+      kept: what stages keep of a microbatch, from which other schedules are counted; see ``kept.set_aside``.
+      remedies: options that together make the step fit, where it does not; or the one entry with all that
+        help.
     """
 
     kinds: Mapping[str, int]
@@ -69,7 +75,7 @@ class Memory:
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """Copies of a token that go across nodes and inside one in a dispatch, and a device's bytes of all its tokens."""
+    """Traffic of one dispatch: copies of a token across and inside nodes, and the bytes of all tokens of a device."""
 
     across: float
     inside: float
@@ -79,13 +85,13 @@ class Way:
 
 @dataclasses.dataclass(frozen=True)
 class Links:
-    """A device's dispatch of its tokens in one layer over several nodes, by random routing.
+    """The dispatch of one device's tokens in one layer over several nodes, under random routing.
 
     Attributes:
-      nodes: that the experts lie on.
-      tokens: of a device.
-      used: the way that the step takes.
-      ways: all of them.
+      nodes: the number of nodes over which the experts are sharded.
+      tokens: the number of tokens of one device.
+      used: the way of dispatch that the step uses, a key of ``ways``.
+      ways: the traffic of each way of dispatch.
     """
 
     nodes: int
@@ -99,16 +105,17 @@ class Unit:
     """One guarded unit, run once.
 
     Attributes:
-      cycles: from its first instruction to its last.
+      cycles: cycles from its first instruction to its last.
       computation: cycles in which the core works.
       communication: cycles that its collectives take, hidden or not; None if a rate is missing.
-      exposed: cycles in which the core waits for them.
-      unpriced: instructions that nobody prices, which make cycles a lower bound.
-      flops: multiplications and additions of its matrix products; None where nobody counted.
-      matmuls: cycles of the instructions that hold these.
-      stages: all stages of the model that it works on; empty for a pair, whose two kinds tell, and where nobody knows.
-      over_limit: cycles over the larger of computation and communication: 1 is as good as can be.
-      over_sum: cycles over computation and communication one after the other: 1 is nothing hidden.
+      exposed: cycles in which the core waits for collectives.
+      unpriced: the number of instructions without a price, which make ``cycles`` a lower bound.
+      flops: multiplications and additions of its matrix products; None where they were not counted.
+      matmuls: cycles of the instructions that contain matrix products.
+      stages: all stages of the model on which it works; empty where they are not known, and for a pair, which
+        its two kinds describe.
+      over_limit: ratio of cycles to the larger of computation and communication: 1 is the best possible.
+      over_sum: ratio of cycles to the sum of computation and communication: at 1 nothing is hidden.
     """
 
     cycles: float
@@ -131,14 +138,14 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """Collectives of a kind together: cycles, those in which the core waits, and what is hidden of them.
+    """Sums over several collectives: their cycles, the cycles in which the core waits, and the hidden share.
 
     Attributes:
-      count, sync: how many, and how many that wait at once.
-      payload: bytes that a device gives to them.
-      cycles, exposed, waits, hidden: see ``inspect.Collective``; None where a rate is missing, hidden also where there
-        is nothing to hide.
-      each: cycles of the longest.
+      count, sync: the number of collectives, and of the synchronous ones among them.
+      payload: bytes that a device gives or gets, whichever is more, in each of them, summed.
+      cycles, exposed, waits, hidden: the sums of ``inspect.Collective``'s durations, exposed and waits, and
+        the hidden share; None where a rate is missing, ``hidden`` also where there is nothing to hide.
+      each: cycles of the longest one.
     """
 
     count: int = 0
@@ -153,7 +160,7 @@ class Shares:
 
 @dataclasses.dataclass(frozen=True)
 class AllToAll:
-    """One of them; see ``inspect.Collective``."""
+    """One all-to-all; see ``inspect.Collective``."""
 
     name: str
     form: str
@@ -169,7 +176,7 @@ class AllToAll:
 
 @dataclasses.dataclass(frozen=True)
 class Exposed:
-    """A collective that is not hidden whole; see ``inspect.exposure.Exposure``, and what that says in words."""
+    """A collective that is not wholly hidden; see ``inspect.exposure.Exposure``. ``words`` is its text."""
 
     name: str
     kind: str
@@ -187,7 +194,7 @@ class Exposed:
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """A computation with collectives: cycles in the compiler's order, and those that no order comes below."""
+    """A computation with collectives: cycles in the compiler's order, and a lower bound for any order."""
 
     name: str
     context: str
@@ -197,7 +204,7 @@ class Order:
 
 @dataclasses.dataclass(frozen=True)
 class Overheads:
-    """Cycles of a tick beside its units, and of a step beside its ticks; see ``units.overheads``."""
+    """Cycles of a tick outside its units, and of a step outside its ticks; see ``units.overheads``."""
 
     tick: float
     step: float
@@ -205,7 +212,7 @@ class Overheads:
 
 @dataclasses.dataclass(frozen=True)
 class CopyInLoop:
-    """A copy that a loop makes; ``of_state`` where its array looks like a slot pool, a sum or a parameter."""
+    """A copy in a loop. ``of_state``: whether its shape and dtype are those of a pool, a sum or a parameter."""
 
     name: str
     nbytes: int
@@ -217,28 +224,32 @@ class CopyInLoop:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """What was compiled, and read of it.
+    """What was compiled, and what its program says.
 
     Attributes:
-      what: see ``Request.compile``; "text" of a program that was compiled before, "timed" where units were run.
-      out_of_memory: the compiler's words where it refused; nothing was read then.
-      options: that the compiler was given.
-      seconds: of "lowering" and of "compiling".
-      all_to_all, all_to_alls: of pairs where there are some, else of all.
-      followed: of serving, all but the last one, behind which a model goes on.
-      file, others: of a text, where it was, and names of other programs' files beside it.
-      by_kind: of a text, all collectives.
-      exposed, orders: of a text, what is not hidden whole, what costs most first, and where it stands.
-      sends: to the neighbours, beside the units of a tick.
-      sends_exposed: cycles of a tick's sends that the work of its unit is too short for; "" is no unit.
-      units: see ``units.measure``; of serving one, called by what it is.
-      overheads: None where there are no ticks.
-      update: what the step does with gradients, once; None where the program does nothing, or nobody looked.
-      cores: that all devices share; None where each has its own.
-      at_once: of how many ranks they do the work at a time.
-      copies: of more than a megabyte, in loops.
-      memory: the compiler's own account of one device, in bytes; see ``inspect.Memory``, and their "peak".
-      scheduler: what the TPU compiler's scheduler says of each pair.
+      what: see ``Request.compile``; "text" for a program that was compiled before, "timed" where units were
+        run.
+      out_of_memory: the compiler's message where it refused; nothing was read then.
+      options: the options that the compiler was given.
+      seconds: the seconds of "lowering" and of "compiling".
+      all_to_all, all_to_alls: the all-to-alls of overlapped pairs where there are any, else all of the
+        program.
+      followed: for serving, the all-to-alls but the last one, after which a whole model would continue.
+      file, others: for a text, its file, and the names of the files of other programs in the same folder.
+      by_kind: for a text, all collectives by kind.
+      exposed, orders: for a text, the collectives that are not wholly hidden, the most expensive first, and
+        the computations that contain them.
+      sends: the sends of a tick to neighbours, outside its units.
+      sends_exposed: cycles of a tick's sends beyond the work of its unit, by op; "" is a tick without a unit.
+      units: see ``units.units_of_program`` and ``timed.measure``; for serving one unit, named by ``what``.
+      overheads: cycles outside units; None where there are no ticks.
+      update: the program's update, run once; None where there is none, or where it was not compiled.
+      cores: the number of cores that all devices share; None where each device has its own.
+      at_once: the number of ranks whose work these cores do at the same time.
+      copies: the copies of at least 1 MiB in loops.
+      memory: the compiler's own count for one device, in bytes: the fields of ``inspect.Memory``, and its
+        "peak".
+      scheduler: the statistics of the TPU compiler's scheduler, for each pair.
     """
 
     what: str
@@ -266,18 +277,22 @@ class Compiled:
 
     @property
     def beside(self) -> Overheads:
-        """``overheads``; no cycles where there are no ticks."""
+        """``overheads``, or zero cycles where there are no ticks."""
         return self.overheads or Overheads(0.0, 0.0)
 
     @property
     def update_cycles(self) -> float:
-        """Cycles of ``update``; 0 where nobody knows."""
+        """Cycles of ``update``; 0 where it is None."""
         return 0.0 if self.update is None else self.update.cycles
 
 
 @dataclasses.dataclass(frozen=True)
 class ScheduleTime:
-    """A schedule for the same costs: seconds, MFU and bytes; None where it does not serve the counts."""
+    """A schedule at the same costs: seconds and MFU of its step, and its bytes on a device.
+
+    They are None where it is not defined for these numbers of ranks and microbatches. ``refused`` says why it
+    is not possible, or does not fit; empty if it does.
+    """
 
     name: str
     seconds: float | None
@@ -296,21 +311,26 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """The time of a step as the compiler's model has it; nothing was measured.
+    """The predicted time of a step, from the cycles of its units.
 
     Attributes:
-      cycles, ideal_cycles: from the first forward to the last backward, in the engine's ticks and in the ideal order.
-      overhead_cycles: beside all ticks: pools and sums cleared, stages borrowed, gradients reduced.
-      update_cycles: of what is done with gradients; None where nobody knows.
-      seconds, tokens, tokens_per_second, mfu: of all these cycles; the program's count of operations over the peak.
-      account: what the seconds go to, from the operations at the peak on; they add up.
-      counted: the program's count in words.
+      cycles, ideal_cycles: cycles from the first forward to the last backward, in the engine's ticks and in
+        the ideal order.
+      overhead_cycles: cycles outside all ticks: pools and sums cleared, stages borrowed, gradients reduced.
+      update_cycles: cycles of the program's update; None where it is not known.
+      seconds, tokens, tokens_per_second: of the whole step, overhead and update included.
+      mfu: the operations that the program counts, as a share of what the device does at its peak in these
+        seconds.
+      account: the parts of the seconds, which add up to them; the first is the program's operations at the
+        peak.
+      counted: what the program counts as operations, in words.
       lower_bound: whether some instructions have no price.
-      assumed: costs that this schedule's units do not tell and other schedules need.
-      costs: of one stage, in cycles.
-      placed: relative costs by which the engine places actions on ticks; empty: all equal.
-      share: what `dualpipe ... --costs FILE` reads, of a whole rank's share of the model: milliseconds and bytes.
-      schedules: all of them for the same costs, what fits first.
+      assumed: the costs that other schedules need and that are assumed, for this schedule has no such units.
+      costs: the costs of one stage, in cycles.
+      placed: the relative costs by which the engine places actions on ticks; empty: all equal.
+      share: the content for `dualpipe ... --costs FILE`: milliseconds and bytes of a rank's whole share of
+        the model.
+      schedules: all schedules at the same costs, those that fit first.
     """
 
     cycles: float
@@ -333,7 +353,7 @@ class Prediction:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """All that a dry run finds; None for what was not asked.
+    """All that a dry run finds; None for what was not asked for.
 
     Attributes:
       target: the devices.
@@ -343,8 +363,8 @@ class Answer:
       memory: bytes on one device.
       links: what dispatch sends between nodes and inside them.
       dropped: share of the assignments of tokens to experts that find no room under uniform routing.
-      products: F, I, W and B as if they were their matrix products alone, at the device's peak; empty where nobody
-        knows it.
+      products: the units F, I, W and B as if they were their matrix products alone, at the device's peak;
+        empty where the peak is not known.
       compiled: what the compiler made of the step or its units.
       step: the predicted time of a step.
     """
@@ -368,10 +388,17 @@ def weigh(
     share: Mapping[str, Any] | None = None,
     kept: Kept | None = None,
 ) -> Memory:
-    """What is needed in all, of how much, and whether that fits.
+    """Compare the memory that is needed with the limit.
 
-    Needed is the compiler's own figure for a whole step; else what was counted, and what a program of the units
-    takes beyond what was counted of it (all but the optimizer's state); else what was counted.
+    ``needed`` is the count plus what the compiled program takes beyond the count of what it holds: a whole
+    step holds all kinds, a program of the units all but the optimizer's state. It is never less than the
+    count. A program that the compiler refused for memory does not fit.
+
+    Args:
+      kinds: counted bytes of a device, by kind.
+      compiled: the compiled program; None: nothing was compiled.
+      limit: bytes of a device; None: not known.
+      share, kept: see ``Memory``.
     """
     total, beyond = sum(kinds.values()), None
     if compiled is not None and compiled.memory is not None:

@@ -1,4 +1,4 @@
-"""The time of a step as the compiler's model has it, of this schedule and of every other."""
+"""Predict the time of a step from the compiler's cycles, for its schedule and for every other."""
 
 import dataclasses
 import functools
@@ -19,12 +19,13 @@ from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 def predict_step(
     compiled: Compiled, blueprint: Blueprint, plan: Plan, device: Device, guards: float = 0.0
 ) -> Prediction:
-    """Time of a step by the compiler's model: from units' cycles, in the engine's ticks.
+    """Predict the time of a step in the engine's ticks, from the cycles of its units.
 
-    ``guards`` are cycles that a tick's guards take, beside what the compiler knows.
+    ``guards`` is the number of cycles that a tick's guards take beyond what the compiler knows.
 
-    What stands beside all ticks (see ``units.overheads``) is this schedule's own; the others are given as much.
-    "assumed" are costs that this schedule's units do not tell and others need: FB without gain, two thirds of B for I.
+    The cycles outside all ticks (see ``units.overheads``) are those of this schedule; the others are assumed
+    to have the same. "assumed" lists costs that others need and this schedule has no units for: an FB without
+    gain, and an I of two thirds of B.
     """
     units, send, schedule = compiled.units, compiled.sends.each, blueprint.schedule
     split, unsplit = (unit_costs(units, send, split=split) for split in (True, False))
@@ -37,7 +38,7 @@ def predict_step(
     )
 
     def time_of(cycles: float) -> tuple[float, float]:
-        """Seconds and MFU of a step whose ticks take so many cycles."""
+        """Seconds and MFU of a step whose ticks take ``cycles`` cycles in all."""
         seconds = (cycles + rest) / device.clock
         return seconds, useful.program / seconds
 
@@ -83,13 +84,13 @@ _COSTS = "F", "I", "W", "FB", "send"
 
 
 def _named(costs: CostModel, of: Callable[[float], float]) -> dict[str, Any]:
-    """Costs as JSON has them, each as ``of`` gives it."""
+    """Costs in the form that JSON has, each converted by ``of``."""
     extra = {str(stage): list(map(of, more)) for stage, more in costs.extra.items()}
     return {name: of(getattr(costs, name)) for name in _COSTS} | {"extra": extra}
 
 
 def useful_of(blueprint: Blueprint, device: Device, plan: Plan) -> Useful:
-    """The part of a step that is the program's own, and what its experts' room makes of it."""
+    """The seconds at the peak of the operations that the program counts, and of those on unfilled room of experts."""
     program = blueprint.program
     at_peak = program.tokens / (blueprint.mesh.size * device.flops)
     beyond = plan.room - 1 if plan.dispatch == "capacity" and plan.room is not None else 0.0

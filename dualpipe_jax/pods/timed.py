@@ -1,8 +1,8 @@
-"""Units that are run and timed, on CPU devices of this machine: what the compiler's cycles are of other targets.
+"""Run and time units on CPU devices of this machine. The times take the place of the compiler's cycles elsewhere.
 
-Virtual devices share the machine's cores, so what a unit takes is counted in seconds of a core: the work of all ranks
-adds up, and all cores do it without a pause. What else runs on the machine meanwhile is not in it. A cycle is a
-nanosecond.
+Virtual devices share the machine's cores, so the time of a unit is counted in core seconds: the work of all
+ranks adds up, and all cores do it without a pause. The CPU time of other processes is not counted. A cycle is
+a nanosecond.
 """
 
 import dataclasses
@@ -30,41 +30,41 @@ from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 CLOCK = 1e9
 FEW, MANY = 4, 40
-"""Ticks of a run, at least and at most."""
+"""The least and the most ticks of a run."""
 LONG = 0.25
-"""Core seconds that a run should take, for less than that is hard to tell from what stands beside it."""
+"""Core seconds that a run should take: less is hard to tell from the time of a run outside its ticks."""
 ROUNDS = 5
 _PRODUCT = 1024
-"""Width of the matrices by whose product the cores' peak is measured."""
+"""Width of the square matrices whose product measures the cores' peak."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Spent:
-    """Seconds of all cores together, in which so many ticks were run."""
+    """The CPU seconds of a run, summed over cores, and the number of ticks that it ran."""
 
     cores: float
     ticks: int
 
 
 Round = Mapping[int, Spent]
-"""What each unit took, by its number; ``IDLE`` is a tick of none."""
+"""The measured runs of one round, by the number of the unit, or by one of the numbers that follow."""
 IDLE, FEWER, FRESH, UPDATE = -1, -2, -3, -4
-"""Numbers of what is no unit: many ticks in which no rank works, a few of them, the memory that only a step takes anew,
-and what is done with gradients."""
+"""Keys of a round that are no units: many ticks in which no rank works; a few such ticks; the first writes to the
+memory that only a whole step allocates anew; and the update."""
 
 
 class Rehearsal:
-    """Ticks of a step, any of them as often as is wanted, in slots that hold what units left there.
+    """Runs any tick of a step any number of times, with slots that hold what earlier units left there.
 
-    A backward of empty slots, for which all tokens lie in one place, takes a fifth less time.
+    A backward with empty slots, for which all tokens lie in one place, takes a fifth less time.
 
     Attributes:
-      fresh_bytes: memory of all devices that a step is given anew each time, and that is kept here: an estimate, the
-        engine's state less this program's temporaries.
+      fresh_bytes: bytes of all devices that a step allocates anew each time and that are reused here: an
+        estimate, the engine's state less this program's temporaries.
     """
 
     def __init__(self, blueprint: Blueprint, opening: np.ndarray):
-        """Compile them; ``opening`` is what ``open`` runs, int32 [ticks, ranks, columns]."""
+        """Compile the program. ``opening``, int32 [ticks, ranks, columns], has the ticks that ``open`` runs."""
         pipeline, given = blueprint.pipeline, (blueprint.params, blueprint.batch)
         blank = pipeline.state_everywhere(*given)
         self._opening, self._once = opening, np.ones(len(opening), np.int32)
@@ -82,21 +82,23 @@ class Rehearsal:
         self._go_on(self._opening, self._once)
 
     def run(self, tick: np.ndarray, times: int) -> Tree:
-        """A tick, int32 [ranks, columns], so often; returns what to wait for."""
+        """Run ``tick``, int32 [ranks, columns], ``times`` times. Returns the arrays to wait for."""
         first = np.arange(len(self._once)) == 0
         return self._go_on(np.broadcast_to(tick, self._opening.shape), np.where(first, np.int32(times), 0))
 
     def _go_on(self, ticks: np.ndarray, times: np.ndarray) -> Tree:
-        state = jax.device_put(self._state, self._lies)  # where an array is empty, JAX forgets it
+        state = jax.device_put(self._state, self._lies)  # JAX loses the sharding of empty arrays
         objective, gradients, self._state = self._program(*self._given, state, ticks, times)
         return objective, gradients, self._state
 
 
 def measure(blueprint: Blueprint, say: Callable[[str], None]) -> Compiled:
-    """Every unit of the schedule, each in ticks in which all ranks run it that ever do; ticks with none; the update.
+    """Time every unit of the schedule, idle ticks, and the update.
 
-    Parameters and batches are made up: a unit takes as long for any, but for how evenly tokens reach experts where
-    nothing is dropped. What units leave for each other is not, see ``Rehearsal``.
+    A unit is timed in ticks in which all ranks run it that ever run it. Parameters and batches are random:
+    their values do not change the time of a unit, except by how evenly tokens reach experts where nothing is
+    dropped. The values that units leave for each other are computed by the units themselves; see
+    ``Rehearsal``.
     """
     say("tracing and compiling the step")
     started = time.perf_counter()
@@ -116,7 +118,7 @@ def measure(blueprint: Blueprint, say: Callable[[str], None]) -> Compiled:
         }
         found[FRESH] = first_touch(rehearsal.fresh_bytes)
         if update is not None:
-            state = made_up(_inputs(update))  # anew each time: the update takes it over
+            state = made_up(_inputs(update))  # anew each time: the update donates it
             found[UPDATE] = spend(lambda: update(*state))
         return found
 
@@ -138,7 +140,7 @@ def measure(blueprint: Blueprint, say: Callable[[str], None]) -> Compiled:
 def read(
     table: TickTable, blueprint: Blueprint, rounds: Sequence[Round], seconds: Mapping[str, float]
 ) -> Compiled:
-    """What was measured, as a compiled program would have it."""
+    """The measured times in the form of a compiled program's figures, in cycles of ``CLOCK``."""
     model, placement = blueprint.program.model, blueprint.schedule.placement
     ranks = {number: int((table.column("unit") == number).any(axis=0).sum()) for number in table_units(table)}
     cores = float(num_cores())
@@ -168,21 +170,21 @@ def read(
 
 
 def _idle(found: Round) -> tuple[float, float]:
-    """Core seconds of a tick in which no rank works, and of a step beside its ticks."""
+    """Core seconds of a tick in which no rank works, and of a run outside its ticks."""
     many, few = found[IDLE], found[FEWER]
     tick = max(0.0, (many.cores - few.cores) / (many.ticks - few.ticks))
     return tick, max(0.0, few.cores - few.ticks * tick)
 
 
 def _unit_alone(found: Round, number: int) -> float:
-    """Core seconds of a unit, on all ranks that run it."""
+    """Core seconds of a unit, summed over all ranks that run it."""
     tick, beside = _idle(found)
     spent = found[number]
     return max(0.0, (spent.cores - beside) / spent.ticks - tick)
 
 
 def table_units(table: TickTable) -> list[int]:
-    """Numbers of the units that some rank runs."""
+    """The numbers of the units that some rank runs, sorted."""
     return sorted(set(table.column("unit").ravel().tolist()) - {-1})
 
 
@@ -191,14 +193,14 @@ def _unit(cycles: float) -> Unit:
 
 
 def spend(call: Callable[[], Any], ticks: int = 0) -> Spent:
-    """What a call takes of this process."""
+    """The CPU time of this process in a call, whose result is waited for."""
     before = time.process_time()
     jax.block_until_ready(call())
     return Spent(time.process_time() - before, ticks)
 
 
 def first_touch(nbytes: int) -> Spent:
-    """What memory takes longer to write for the first time than again."""
+    """The CPU time by which the first write to ``nbytes`` of memory exceeds the second."""
     with mmap.mmap(-1, max(1, nbytes)) as memory:  # NumPy's own memory comes in huge pages, XLA's does not
         write = functools.partial(np.frombuffer(memory, np.uint8).fill, 1)
         first, again = spend(write), spend(write)
@@ -212,7 +214,7 @@ def num_cores() -> int:
 
 
 def peak() -> float:
-    """Operations a second of all cores together, in a product of square float32 matrices."""
+    """Operations per second of all cores together, in a product of square float32 matrices."""
     matrix = jnp.full((_PRODUCT, _PRODUCT), 1 / _PRODUCT, jnp.float32)
     product = jax.jit(jnp.matmul)
     jax.block_until_ready(product(matrix, matrix))
@@ -221,7 +223,7 @@ def peak() -> float:
 
 
 def _inputs(compiled: Any) -> Tree:
-    """Types of what a compiled function takes, with shardings."""
+    """The arguments of a compiled function as ShapeDtypeStructs with shardings."""
     (avals, _), (lies, _) = compiled.in_avals, compiled.input_shardings
     return jax.tree.map(
         lambda aval, lie: jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=lie), avals, lies
@@ -229,7 +231,7 @@ def _inputs(compiled: Any) -> Tree:
 
 
 def made_up(tree: Tree) -> Tree:
-    """Arrays of these types where they lie: small normal floats, integers below 16."""
+    """Random arrays of the shapes, dtypes and shardings of a tree: floats of N(0, 0.02), integers from 0 to 15."""
     rng = np.random.default_rng(0)
 
     def array(leaf: Any) -> jax.Array:

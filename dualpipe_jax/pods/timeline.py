@@ -1,4 +1,4 @@
-"""Files of a compiled program: its text, and its pair's timeline as a picture or a trace."""
+"""Write files about a compiled program: its text, and the timeline of its pair as a picture or a trace."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -23,11 +23,11 @@ def write(
     title: str,
     names: Names = DIRECTION_NAMES,
 ) -> None:
-    """Write each file by its ending: see ``Request.files``; ``names`` are those of the two directions.
+    """Write each file in the form of its ending; see ``Request.files``. ``names`` are those of the two directions.
 
     Raises:
       ValueError: the program has no collectives of which a picture or a trace could be made.
-      ModuleNotFoundError: a picture without matplotlib.
+      ModuleNotFoundError: a picture is asked for, and matplotlib is not installed.
     """
     drawings = [file for file in map(Path, files) if file.suffix.lower() in (*PICTURES, TRACE)]
     for file in map(Path, files):
@@ -45,7 +45,7 @@ def write(
 
 
 def _drawn(report: OverlapReport, module: inspect.Module) -> tuple[str, str]:
-    """The computation to draw, and what to call it: the slowest pair; without pairs, what communicates longest."""
+    """The computation to draw and its title: the slowest pair, or without pairs the one that communicates longest."""
     if pairs := bodies_of(module, "FB"):
         return max(pairs, key=lambda body: report.computations[body].cycles), "an overlapped pair"
     spent: dict[str, float] = {}

@@ -1,6 +1,7 @@
-"""The engine's units in a compiled program: where they stand, what they take, and what stands beside them.
+"""The engine's units in a compiled program: their computations, their cycles, and the cycles outside them.
 
-All of this is the compiler's model of the device, or a roofline where it has none; nothing here was measured.
+Cycles come from the compiler's model of the device, or from a roofline where it has none; nothing here was
+measured.
 """
 
 import dataclasses
@@ -17,16 +18,16 @@ from dualpipe_jax.schedule import Placement, Slot
 from dualpipe_jax.schedule.lowering.unit_key import SCOPE, SCOPES, UnitKey
 
 USUAL = "middle"
-"""What most stages' kind is called."""
+"""The name of the kind that most stages have."""
 
 
 def bodies_of(module: Module, op: str) -> list[str]:
-    """Computations in which units of an op stand, each behind its guard."""
+    """The computations that contain units of an op, each in its guard."""
     return [body for key, found in units_in(module).items() if key.op == op for body in found]
 
 
 def units_in(module: Module) -> dict[UnitKey, list[str]]:
-    """The computations in which each unit stands: one for each local stage that runs it."""
+    """The computations that contain each unit: one for each local stage that runs it."""
     found: dict[UnitKey, list[str]] = {}
     for body, (_, scopes) in _guarded(module).items():
         if len(scopes) == 1:
@@ -35,12 +36,16 @@ def units_in(module: Module) -> dict[UnitKey, list[str]]:
 
 
 def scan_body(module: Module) -> str | None:
-    """The body of the scan over ticks, which holds all guards; None where there are none."""
+    """The body of the scan over ticks, which contains all guards; None where there are no guards."""
     return next((holder for holder, names in _guarded(module).values() if names), None)
 
 
 def _guarded(module: Module) -> dict[str, tuple[str, list[str]]]:
-    """What a guard skips, a loop's body or one branch of a conditional: -> (its holder, the scopes of units in it)."""
+    """The computations that guards may skip: a loop's body or one branch of a conditional.
+
+    Each name is mapped to the name of the computation that contains the guard, and the scopes of the units in
+    it.
+    """
     loop, inside = re.compile(rf"/({SCOPE})/while$"), re.compile(rf"/branch_\d+_fun/({SCOPE})/")
     found = {
         body: (holder, [match[1]])
@@ -48,7 +53,7 @@ def _guarded(module: Module) -> dict[str, tuple[str, list[str]]]:
         if (match := loop.search(instruction.op_name))
     }
     for body, (holder, _) in module.branches.items():
-        # Where a tick's unit is a branch, the conditional itself has no unit's name.
+        # Where each unit of a tick is a branch, the conditional itself has no unit's name.
         matches = (inside.search(instruction.op_name) for instruction in module.computations[body])
         if names := sorted({match[1] for match in matches if match}):
             found[body] = holder, names
@@ -61,7 +66,7 @@ def units_of_program(
     kind_of: Sequence[str] = (),
     alike: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[UnitKey, Unit]:
-    """The units of a program; of several for the same kinds of stages the slowest.
+    """The units of a program; where several serve the same kinds of stages, the slowest of them.
 
     ``kind_of``: see ``with_usual``; ``alike``: see ``with_alike``.
     """
@@ -73,7 +78,7 @@ def units_of_program(
 
 
 def with_alike(found: Mapping[UnitKey, Unit], alike: Mapping[str, str]) -> dict[UnitKey, Unit]:
-    """Units, and of kinds that are alike those that were found of another one; see ``StagedModel.alike``."""
+    """Units, and for kinds that are alike copies of the unit of the other kind; see ``StagedModel.alike``."""
     names: dict[str, set[str]] = {}
     for kind, other in alike.items():
         names.setdefault(other, {other}).add(kind)
@@ -90,14 +95,15 @@ def with_alike(found: Mapping[UnitKey, Unit], alike: Mapping[str, str]) -> dict[
 
 
 def with_usual(found: Mapping[UnitKey, Unit], kind_of: Sequence[str] = ()) -> dict[UnitKey, Unit]:
-    """Units as ``costs`` asks for them: of most stages by op alone, of others with their kinds.
+    """Units by the keys that ``costs`` looks up: those of most stages by op alone, the others by op and kinds.
 
-    Most stages are of the kind that most between the ends are of, and are called "middle"; if none was found of that,
-    the slowest between the ends stands for them, or the slowest of all.
+    The kind of most stages is the most frequent between the ends, and is renamed to "middle". If no unit of
+    that kind was found, the slowest one between the ends takes its place, or the slowest of all.
 
     Args:
-      found: by op and kinds.
-      kind_of: the kind of each stage of the model; where nobody knows, stages go by their place.
+      found: units by op and kinds.
+      kind_of: the kind of each stage of the model; empty where it is not known: stages then go by their
+        place.
     """
     between = Counter([USUAL] if USUAL in kind_of else kind_of[1:-1])
     usual = max(between, key=between.__getitem__, default=USUAL)
@@ -119,14 +125,14 @@ def with_usual(found: Mapping[UnitKey, Unit], kind_of: Sequence[str] = ()) -> di
 
 
 def kinds_of(units: Mapping[UnitKey, Unit]) -> dict[int, str]:
-    """The kind of each stage that units say they work on, as ``with_usual`` calls it."""
+    """The kind of each stage that any of the units works on, by the names of ``with_usual``."""
     return {
         stage: key.kinds[0] if key.kinds else USUAL for key, unit in units.items() for stage in unit.stages
     }
 
 
 def kind_at(stage: int, placement: Placement, kinds: Mapping[int, str]) -> str:
-    """The kind of a stage of a pipe: as ``kinds`` has it, else by its place."""
+    """The kind of a stage of a pipe: its entry in ``kinds``, else by its place."""
     at, last = placement.model_stage(stage), placement.num_model_stages - 1
     return kinds.get(at) or {0: "first", last: "last"}.get(at, USUAL)
 
@@ -146,10 +152,10 @@ def unit_of(report: OverlapReport, module: Module, computation: str) -> Unit:
 
 
 def cycles_of(report: OverlapReport, module: Module, runs: Mapping[UnitKey, int], ticks: int) -> float:
-    """Cycles of a whole program on one rank that runs so many units in so many ticks, one after the other, and all that
-    stands beside them; with no ticks the program as the report has it.
+    """Cycles of a whole program on one rank that runs ``runs`` units in ``ticks`` ticks, one after the other.
 
-    Bodies of one unit, of several local stages alike, share its runs.
+    The cycles outside units and ticks are included. A program without a scan over ticks counts as the report
+    has it. Where several local stages have bodies for one unit, its runs are shared equally among them.
 
     Raises:
       ValueError: the program has other units.
@@ -170,10 +176,10 @@ def cycles_of(report: OverlapReport, module: Module, runs: Mapping[UnitKey, int]
 
 
 def overheads(report: OverlapReport, module: Module) -> tuple[float, float] | None:
-    """Cycles of a tick beside its units, and of a step beside its ticks; None where there is no scan over ticks.
+    """Cycles of a tick outside its units, and of a step outside its ticks; None where there is no scan over ticks.
 
-    The first is arrivals written to slots, outputs cleared, and what guards cost if one is taken; the second pools and
-    sums cleared, copies of stages borrowed, gradients given back and reduced.
+    The first are for writing arrivals to slots, clearing outputs, and guards, if one is taken. The second are
+    for clearing pools and sums, borrowing copies of stages, and returning and reducing gradients.
     """
     tick = scan_body(module)
     if tick is None:
@@ -182,7 +188,7 @@ def overheads(report: OverlapReport, module: Module) -> tuple[float, float] | No
     taken = {event.name: event.end - event.start for event in report.timelines[tick]}
     loops = [(body, loop) for body, (holder, loop) in module.loops.items() if holder == tick]
     guards = sum(cycles[body] for body, _ in loops)
-    # A loop that is taken asks twice whether to go on, and so the report has each. All but one ask once.
+    # A loop that is taken tests its condition twice, and the report counts all loops so. All but one test it once.
     asks = sorted(
         (taken.get(loop.name, 0.0) - cycles[body]) / 2 for body, loop in loops if loop.trips is None
     )

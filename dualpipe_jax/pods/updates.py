@@ -1,4 +1,4 @@
-"""What a step does with gradients, for programs with any of optax's optimizers."""
+"""The update of programs with any of optax's optimizers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,8 +13,8 @@ from dualpipe_jax.pods.program import Tree, Update
 def optimized_by(optimizer: Any) -> Callable[[Tree], Update]:
     """Make ``Program.update`` of an ``optax.GradientTransformation``: floating parameters are updated, others stay.
 
-    Trees in the optimizer's state that have the form of the parameters are sharded as these are; the rest is
-    replicated.
+    Trees in the optimizer's state with the structure and shapes of the parameters are sharded like the
+    parameters; all other leaves are replicated.
 
     >>> import jax, jax.numpy as jnp, optax
     >>> from dualpipe_jax import make_mesh
@@ -47,7 +47,7 @@ def optimized_by(optimizer: Any) -> Callable[[Tree], Update]:
 
 
 def _floating(tree: Tree) -> Tree:
-    """None in the place of what is no floating leaf."""
+    """The tree with None in the place of leaves that are not floating-point."""
     return jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None, tree)
 
 
@@ -56,7 +56,7 @@ def _moved(param: Any, update: Any) -> Any:
 
 
 def _laid(state: Tree, params: Tree) -> Tree:
-    """Types of the optimizer's state, with shardings."""
+    """The optimizer's state as ShapeDtypeStructs with shardings."""
     like, form = jax.tree.leaves(params), jax.tree.structure(params)
     everywhere = NamedSharding(like[0].sharding.mesh, PartitionSpec())
 
