@@ -26,7 +26,7 @@ from dualpipe_jax.command.overlap import (
 from dualpipe_jax.pods.plain import plain
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.request import Request
-from dualpipe_jax.pods.results import Answer, Machine, Memory, Prediction, ScheduleTime, Way
+from dualpipe_jax.pods.results import Answer, LinkTraffic, Memory, Prediction, ScheduleTime, TargetFigures
 from dualpipe_jax.present.numbers import format_cycles, gib, in_runs, percent
 from dualpipe_jax.present.table import Table
 
@@ -198,7 +198,7 @@ def remedies(memory: Memory, limit: int) -> list[str | Table]:
     return [f"\n{said}\n", Table(("option", "then GiB", "price"), tuple(rows), left=(0, 2))]
 
 
-def links_table(ways: Mapping[str, Way]) -> Table:
+def links_table(ways: Mapping[str, LinkTraffic]) -> Table:
     """Each way's copies of a token and bytes of a device."""
     rows = [
         (
@@ -224,7 +224,7 @@ def account_table(step: Prediction) -> Table:
     return Table(("on average over ranks", "s", "of the step", "MFU so far"), tuple(rows))
 
 
-def _step(step: Prediction, target: Machine | None) -> list[str]:
+def _step(step: Prediction, target: TargetFigures | None) -> list[str]:
     peak = "the peak"
     if target is not None:
         timed = target.name.startswith("cpu:")

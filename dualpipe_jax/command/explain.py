@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from dualpipe_jax.pods.results import Compiled, Exposed, Shares
+from dualpipe_jax.pods.results import CollectiveTotals, Compiled, Exposed
 from dualpipe_jax.present.numbers import format_bytes, format_cycles, percent
 from dualpipe_jax.present.table import Table
 
@@ -10,7 +10,7 @@ MOST = 10
 """Exposed collectives that are explained in words."""
 
 
-def followed(compiled: Compiled) -> Shares:
+def followed(compiled: Compiled) -> CollectiveTotals:
     """The collectives whose hidden share counts: all-to-alls, or of a program that has none all that it has."""
     if compiled.followed is not None or compiled.all_to_all.count or not compiled.by_kind:
         return compiled.followed or compiled.all_to_all
@@ -21,7 +21,7 @@ def followed(compiled: Compiled) -> Shares:
         )
     )
     hidden = 1 - exposed / cycles if cycles and exposed is not None else None
-    return Shares(
+    return CollectiveTotals(
         sum(one.count for one in compiled.by_kind.values()), cycles=cycles, exposed=exposed, hidden=hidden
     )
 
@@ -74,7 +74,7 @@ def _worth_telling(exposed: Sequence[Exposed]) -> tuple[Sequence[Exposed], Seque
     return exposed[:worth], exposed[worth:]
 
 
-def _verdict(total: Shares, compiled: Compiled, at_least: float, enough: bool) -> str:
+def _verdict(total: CollectiveTotals, compiled: Compiled, at_least: float, enough: bool) -> str:
     which = "all-to-all" if compiled.all_to_all.count else "its collectives"
     hidden = "an unknown share" if total.hidden is None else percent(total.hidden)
     word = "enough" if enough else "too little"

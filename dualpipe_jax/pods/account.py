@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from dualpipe_jax.inspect.target import Device
 from dualpipe_jax.pods import predict
-from dualpipe_jax.pods.costs import UnitCosts, of_unit, splits
+from dualpipe_jax.pods.costs import UnitCosts, find_unit, splits
 from dualpipe_jax.pods.results import Compiled, Overheads, Part, Unit
 from dualpipe_jax.pods.units import key_of, kind_at, kinds_of
 from dualpipe_jax.schedule import Action, CostModel, Op, Schedule, Slot, lower
@@ -16,7 +16,7 @@ Field = Callable[[Unit], float]
 
 
 @dataclasses.dataclass(frozen=True)
-class Useful:
+class UsefulSeconds:
     """Seconds that operations take at the peak of a device.
 
     Attributes:
@@ -32,7 +32,7 @@ def account_of(
     schedule: Schedule,
     costs: UnitCosts,
     compiled: Compiled,
-    useful: Useful,
+    useful: UsefulSeconds,
     beside: Overheads,
     device: Device,
     placed: CostModel | None = None,
@@ -77,10 +77,10 @@ def account_of(
 
     whole, busy = spans(costs)
     even, busy_even = spans(equal)
-    sums = _Sums(schedule, compiled.units, splits(schedule))
+    sums = _SlotSums(schedule, compiled.units, splits(schedule))
     waits = sum(sums.of(slot, lambda unit: unit.exposed) for slot in slots) / ranks
     work = busy - waits - useful.program * device.clock
-    cycles = _work(sums, slots, ranks, useful, device, work) | {
+    cycles = _work_parts(sums, slots, ranks, useful, device, work) | {
         "waiting for collectives": waits,
         "idle: bubble of equal stages": even - busy_even,
         "idle: stages that are not equal": (whole - busy) - (even - busy_even),
@@ -92,8 +92,8 @@ def account_of(
     return Part("the program's operations at the peak", useful.program), *parts
 
 
-def _work(
-    sums: "_Sums", slots: list[Slot], ranks: float, useful: Useful, device: Device, work: float
+def _work_parts(
+    sums: "_SlotSums", slots: list[Slot], ranks: float, useful: UsefulSeconds, device: Device, work: float
 ) -> dict[str, float]:
     """Cycles of a rank's work beyond the program's operations at the peak, by the names of ``account_of``'s parts."""
     if any(unit.flops is None for unit in sums.units.values()):
@@ -118,7 +118,7 @@ def _work(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sums:
+class _SlotSums:
     """Sums of a field of units for the slots of a schedule, by the rules by which ``unit_costs`` sums their cycles."""
 
     schedule: Schedule
@@ -136,7 +136,7 @@ class _Sums:
         each action takes beyond a usual stage's; an action alone then counts for no less than a usual
         stage's.
         """
-        own = of_unit(self.units, key_of(slot, self.schedule.placement, self.kinds))
+        own = find_unit(self.units, key_of(slot, self.schedule.placement, self.kinds))
         if own is not None:
             return field(own)
         each = [(self.action(action, field), self._of(action.op, field)) for action in slot]

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dualpipe_jax.engine.stages import stage_ownership
-from dualpipe_jax.pods.kept import Kept
 from dualpipe_jax.pods.program import Blueprint, Tree
+from dualpipe_jax.pods.stage_memory import StageMemory
 from dualpipe_jax.schedule import MemoryModel
 from dualpipe_jax.schedule.costs import stages_a_share
 
@@ -39,29 +39,29 @@ def lower_update(blueprint: Blueprint) -> Any:
     assert blueprint.update is not None
     made = jax.eval_shape(blueprint.pipeline.value_and_grad, blueprint.params, blueprint.batch)
     everywhere = NamedSharding(blueprint.mesh, PartitionSpec())  # type: ignore[arg-type]  # an abstract mesh will do
-    lies = jax.tree.map(lambda leaf: leaf.sharding, blueprint.params)
+    shardings = jax.tree.map(lambda leaf: leaf.sharding, blueprint.params)
     (report, grads), none = made, jax.dtypes.float0
     laid = (
-        jax.tree.map(lambda leaf: _struct(leaf, everywhere), report),
-        jax.tree.map(_struct, grads, lies, is_leaf=lambda node: node is None),
+        jax.tree.map(lambda leaf: _shape_struct(leaf, everywhere), report),
+        jax.tree.map(_shape_struct, grads, shardings, is_leaf=lambda node: node is None),
     )
     leaves, form = jax.tree.flatten(laid)
     there = [leaf for leaf in leaves if leaf.dtype != none]
 
-    def at_hand(params: Tree, given: list[Any]) -> Any:
+    def given_gradients(params: Tree, given: list[Any]) -> Any:
         del params
         own: Any = form
         rest = iter(given)
         return own.unflatten(np.zeros(s.shape, none) if s.dtype == none else next(rest) for s in leaves)
 
-    return blueprint.update.lower(at_hand, there)
+    return blueprint.update.lower(given_gradients, there)
 
 
-def _struct(leaf: Any, lies: Any) -> jax.ShapeDtypeStruct | None:
+def _shape_struct(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct | None:
     if leaf is None:  # frozen
         return None
     return jax.ShapeDtypeStruct(
-        leaf.shape, leaf.dtype, sharding=None if leaf.dtype == jax.dtypes.float0 else lies
+        leaf.shape, leaf.dtype, sharding=None if leaf.dtype == jax.dtypes.float0 else sharding
     )
 
 
@@ -90,7 +90,7 @@ def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
     kinds = {
         "stages": nbytes(params["stages"]),
         "shared": nbytes(params["shared"]),
-        "cast": _changed(params, used) + nbytes(blueprint.sketch.values),
+        "cast": _converted_bytes(params, used) + nbytes(blueprint.sketch.values),
         "mirrored": sum(nbytes(used["stages"].local[source]) for source, _ in borrowed),
         "optimizer": 0 if blueprint.update is None else nbytes(blueprint.update.state),
         "gradients": nbytes((state.own, state.shared)),
@@ -101,7 +101,7 @@ def memory_by_kind(blueprint: Blueprint) -> dict[str, int]:
     return kinds | {"batch": nbytes((blueprint.batch, state.losses, state.metrics))}
 
 
-def _changed(stored: Tree, used: Tree) -> int:
+def _converted_bytes(stored: Tree, used: Tree) -> int:
     """Bytes, as used, of the leaves whose dtype or number of bytes on a device differs from the stored leaf's."""
     both = zip(jax.tree.leaves(stored), jax.tree.leaves(used), strict=True)
     return nbytes([new for old, new in both if old.dtype != new.dtype or nbytes(old) != nbytes(new)])
@@ -113,9 +113,9 @@ def rank_memory(blueprint: Blueprint) -> MemoryModel:
     "parameters" is one copy of the stages as used, the values that they compute of parameters alone, and the
     sums of their gradients. "fixed" is held whatever the schedule: embedding and head with their sums, the
     optimizer's state, the batch, and the stored parameters where they are not those that are used. Of several
-    kinds of stages, the kind of most stages is counted; ``set_aside`` tells kinds apart.
+    kinds of stages, the kind of most stages is counted; ``reserved_bytes`` tells kinds apart.
     """
-    state, kinds, kept = blueprint.state, memory_by_kind(blueprint), kept_of(blueprint)
+    state, kinds, kept = blueprint.state, memory_by_kind(blueprint), stage_memory_of(blueprint)
     parts = int(stages_a_share(blueprint.schedule.placement))
 
     used = nbytes(blueprint.used["stages"])
@@ -123,31 +123,31 @@ def rank_memory(blueprint: Blueprint) -> MemoryModel:
     mine = [total for (local, _), total in state.own.items() if local < num_mine]
     rest, beside = ("stages", "shared", "cast", "optimizer", "batch"), used + nbytes(blueprint.sketch.values)
     return MemoryModel(
-        residual_i=parts * kept.by_most("FI"),
-        residual_w=parts * kept.by_most("FW"),
-        stash=parts * kept.by_most("IW"),
+        residual_i=parts * kept.of_most_stages("FI"),
+        residual_w=parts * kept.of_most_stages("FW"),
+        stash=parts * kept.of_most_stages("IW"),
         boundary=kept.boundary,
         parameters=used + nbytes((blueprint.sketch.values[:num_mine], mine)),
         fixed=sum(kinds[kind] for kind in rest) - beside + nbytes(state.shared),
     )
 
 
-def kept_of(blueprint: Blueprint) -> Kept:
+def stage_memory_of(blueprint: Blueprint) -> StageMemory:
     """The bytes that stages keep of a microbatch on a device, by kinds of stages and pools."""
     state, keeps = blueprint.state, blueprint.sketch.table.keeps
     kinds = range(max(keeps.kind_of) + 1)
 
-    return Kept(
+    return StageMemory(
         kind_of=keeps.kind_of,
         keep_input=keeps.keep_input,
         lives=tuple(tuple(own.get(kind, "") for kind in kinds) for own in keeps.pools.values()),
-        sizes=tuple(_slot(state.pools[pool]) for pool in keeps.pools),
-        boundary=_slot(state.pools["x"]),
+        sizes=tuple(_slot_bytes(state.pools[pool]) for pool in keeps.pools),
+        boundary=_slot_bytes(state.pools["x"]),
         placed=blueprint.pipeline.placing_costs,
     )
 
 
-def _slot(pools: Tree) -> int:
+def _slot_bytes(pools: Tree) -> int:
     """Bytes of one slot of each pool. Leaves are pools [slots, ...]."""
     return sum(nbytes(jax.ShapeDtypeStruct(a.shape[1:], a.dtype)) for a in jax.tree.leaves(pools))
 

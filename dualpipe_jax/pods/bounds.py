@@ -54,7 +54,7 @@ class Cut(NamedTuple):
         return alike and self.microbatch_size >= other.microbatch_size and keeps
 
 
-class Least:
+class StepBound:
     """Lower bounds on the time of steps of a cut.
 
     Args:
@@ -90,16 +90,16 @@ class Least:
         assert memory is not None and memory.limit is not None
         return needed(plan, memory, _sequences(plan) / _sequences(self.plan)), memory.limit
 
-    def _costs_by(self, split: bool, factors: tuple[tuple[str, float], ...]) -> "_LeastCosts":
+    def _costs_by(self, split: bool, factors: tuple[tuple[str, float], ...]) -> "_BoundCosts":
         by_op, products = dict(factors), self._products
         units = {
             key: dataclasses.replace(unit, cycles=by_op.get(key.op, 1.0) * unit.cycles)
             for key, unit in products.items()
         }
         costs, bare = (unit_costs(each, 0.0, split=split) for each in (units, products))
-        return _LeastCosts(**vars(costs), bare=bare, pair=by_op.get("FB", 1.0))
+        return _BoundCosts(**vars(costs), bare=bare, pair=by_op.get("FB", 1.0))
 
-    def _spread(self, costs: "_LeastCosts", split: bool) -> CostModel:
+    def _spread(self, costs: "_BoundCosts", split: bool) -> CostModel:
         """Costs of a rank's even share of the model, from those of the stages counted."""
         placement = self._schedule.placement
         stages = placement.num_model_stages
@@ -114,7 +114,7 @@ class Least:
 
 
 @dataclasses.dataclass(frozen=True)
-class _LeastCosts(UnitCosts):
+class _BoundCosts(UnitCosts):
     """Costs of units that take a multiple of their products' time, and of pairs of units.
 
     In a pair each action takes ``pair`` times its products' time, up to that of a usual stage. What the first
@@ -194,12 +194,12 @@ class Bounds:
             self.cases.setdefault(Cut.of(case.plan), []).append(case)
         # By dispatch, remat and size, then by op.
         self._factors: dict[tuple[str, str, float], dict[str, float]] = {}
-        self._least: dict[Cut, Least] = {}
-        self._work: dict[tuple[str, str], Least] = {}  # by dispatch and remat
+        self._by_cut: dict[Cut, StepBound] = {}
+        self._by_policy: dict[tuple[str, str], StepBound] = {}  # by dispatch and remat
         self._too_much: dict[Cut, str] = {}
         self._may_fit: dict[Case, list[Plan]] = {}
         self._beyond: dict[tuple[str, str], float] = {}  # by dispatch and remat
-        self._of = functools.cache(self._bound)
+        self._cached_bound = functools.cache(self._bound)
 
     def cuts(self) -> list[Cut]:
         """The cuts in the order in which to count them: by least kept memory, fewest sequences, then most ranks."""
@@ -212,10 +212,10 @@ class Bounds:
 
     def knows(self, cut: Cut) -> bool:
         """Whether the work of a cut is known, from its own count or from another cut's."""
-        return self._least_of(cut) is not None
+        return self._counted_for(cut) is not None
 
     def is_counted(self, cut: Cut) -> bool:
-        return cut in self._least
+        return cut in self._by_cut
 
     def take(self, cut: Cut, counted: Answer) -> list[Choice]:
         """Store the counts of a cut, and return its plans that cannot fit.
@@ -228,11 +228,11 @@ class Bounds:
         """
         assert counted.memory is not None and counted.memory.limit is not None
         plan, limit, refused = self.standing_for(cut), counted.memory.limit, []
-        self._least[cut] = Least(plan, counted)
-        self._work.setdefault((cut.dispatch, cut.remat), self._least[cut])
+        self._by_cut[cut] = StepBound(plan, counted)
+        self._by_policy.setdefault((cut.dispatch, cut.remat), self._by_cut[cut])
         for case in self.cases[cut]:
             sizes = {own: needed(own, counted.memory) for own in case.plans}
-            self._may_fit[case] = [own for own, size in sizes.items() if size <= _SURELY * limit]
+            self._may_fit[case] = [own for own, size in sizes.items() if size <= _COUNT_TOLERANCE * limit]
             if not self._may_fit[case]:
                 why = {own: too_much(size, limit, "counted") for own, size in sizes.items()}
                 refused += [Choice(own, memory=sizes[own], refused=why[own]) for own in case.plans]
@@ -246,10 +246,10 @@ class Bounds:
             if cut.needs_no_less(less):
                 words = f"not counted: remat {less.remat} of {less.microbatch_size} sequences {why}"
                 return [Choice(plan, refused=words) for plan in self.refuse(cut)]
-        if (alike := self._keeping_no_more(cut)) is None:
+        if (alike := self._nearest_counted(cut)) is None:
             return []
         about = {plan: alike.memory(plan) for case in self.cases[cut] for plan in case.plans}
-        if any(size <= _PROBABLY * limit for size, limit in about.values()):
+        if any(size <= _ESTIMATE_TOLERANCE * limit for size, limit in about.values()):
             return []
         like = f"by those of {layout_of(alike.plan)} and {alike.plan.batch} sequences"
         if alike.plan.remat != cut.remat:
@@ -285,7 +285,7 @@ class Bounds:
 
     def memory(self, case: Case) -> float:
         """The estimated bytes of a device of a counted case: of the plan that needs least among those that may fit."""
-        least = self._least[Cut.of(case.plan)]
+        least = self._by_cut[Cut.of(case.plan)]
         return min(least.memory(plan)[0] for plan in self._may_fit[case])
 
     def open(self) -> list[Case]:
@@ -313,7 +313,7 @@ class Bounds:
             return num_stages(case.plan)
 
         if not self._factors:
-            cases = alike(cases, _AT_FIRST)
+            cases = alike(cases, _UNCOMPILED_MARGIN)
             most = max(map(stages, cases))
             cases = [case for case in cases if stages(case) == most]
         return min(
@@ -328,7 +328,7 @@ class Bounds:
         parameters outside experts: DeepSeek-V3's best known plan needs 74.1 GiB by the count of twice as many
         ranks, and 81.8 GiB by its own, where there is probably room for 83.3 GiB.
         """
-        least = self._least.get(Cut.of(case.plan))
+        least = self._by_cut.get(Cut.of(case.plan))
         if least is None:
             return True
         plans = self._may_fit.get(case, case.plans)
@@ -340,7 +340,7 @@ class Bounds:
         The program is assumed to need as much beyond the count as compiled programs of the same remat and
         dispatch; if there were none, as much as the smallest of all.
         """
-        usual = min(self._beyond.values(), default=(1 - _ROOMY) * limit)
+        usual = min(self._beyond.values(), default=(1 - _COUNTED_PART) * limit)
         return limit - self._beyond.get((case.plan.dispatch, case.plan.remat), usual)
 
     def learn(self, prices: Prices) -> None:
@@ -373,43 +373,43 @@ class Bounds:
         return {op: max(large.get(op, 1.0), small.get(op, 1.0)) for op in {*large, *small}}
 
     def seconds(self, case: Case) -> float:
-        return self._now(case)[0]
+        return self._current_bound(case)[0]
 
     def excluded(self, case: Case, why: str) -> Excluded:
-        seconds, plan = self._now(case)
+        seconds, plan = self._current_bound(case)
         return Excluded(plan, seconds, why)
 
-    def _now(self, case: Case) -> tuple[float, Plan]:
+    def _current_bound(self, case: Case) -> tuple[float, Plan]:
         counted, factors = self.is_counted(Cut.of(case.plan)), tuple(sorted(self.factors(case.plan).items()))
-        return self._of(case, factors, counted)
+        return self._cached_bound(case, factors, counted)
 
-    def _least_of(self, cut: Cut) -> Least | None:
-        return self._least.get(cut) or self._work.get((cut.dispatch, cut.remat))
+    def _counted_for(self, cut: Cut) -> StepBound | None:
+        return self._by_cut.get(cut) or self._by_policy.get((cut.dispatch, cut.remat))
 
-    def _keeping_no_more(self, cut: Cut) -> Least | None:
+    def _nearest_counted(self, cut: Cut) -> StepBound | None:
         """The counts of the cut itself, or of one of its dispatch and of its remat or the next that keeps less."""
         remats = REMATS[REMATS.index(cut.remat) :]
-        known = (self._work.get((cut.dispatch, remat)) for remat in remats)
-        return next(filter(None, (self._least.get(cut), *known)), None)
+        known = (self._by_policy.get((cut.dispatch, remat)) for remat in remats)
+        return next(filter(None, (self._by_cut.get(cut), *known)), None)
 
     def _bound(self, case: Case, factors: tuple[tuple[str, float], ...], counted: bool) -> tuple[float, Plan]:
         del counted  # part of the cache's key: a cut that has been counted gets a new bound
-        least, known = self._least_of(Cut.of(case.plan)), dict(factors)
+        least, known = self._counted_for(Cut.of(case.plan)), dict(factors)
         assert least is not None
         found = {plan: least.seconds(plan, known) for plan in self._may_fit.get(case, case.plans)}
         best = min(found, key=found.__getitem__)
         return found[best], best
 
 
-_AT_FIRST = 0.8
+_UNCOMPILED_MARGIN = 0.8
 """Until a case was compiled, cases count as equal if this times their bound is at most the smallest bound."""
 
-_PROBABLY = 1.25
+_ESTIMATE_TOLERANCE = 1.25
 """A plan that needs more than this times the limit, as estimated from another cut, is taken not to fit."""
 
-_ROOMY = 0.87
+_COUNTED_PART = 0.87
 """The part of the memory that counted bytes may take for the program probably to fit, until a program was compiled.
 DeepSeek-V3's units on v5p need 9 to 15 GiB of 96 beyond the count."""
 
-_SURELY = 1.03
+_COUNT_TOLERANCE = 1.03
 """A plan that needs more than this times the limit, by the count of its cut, does not fit by its own count either."""

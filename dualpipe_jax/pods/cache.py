@@ -16,7 +16,7 @@ from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer
 
 _PACKAGES = "jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda12-pjrt"
-_NO_MATTER = "command", "present", "probe", "balance"
+_UNRELATED_PACKAGES = "command", "present", "probe", "balance"
 """Packages of ``dualpipe_jax`` on which no compiled program depends."""
 
 
@@ -78,19 +78,19 @@ def _versions() -> dict[str, str | None]:
 def _digest(program: str) -> str:
     """A digest of all sources that a program is made from."""
     found = hashlib.sha256()
-    for path in (*_own(), *_program(program)):
+    for path in (*_package_sources(), *_program_sources(program)):
         found.update(path.name.encode() + b"\0" + path.read_bytes())
     return found.hexdigest()
 
 
-def _own() -> Iterator[Path]:
+def _package_sources() -> Iterator[Path]:
     room = Path(__file__).parents[1]
     for path in sorted(room.rglob("*.py")):
-        if path.relative_to(room).parts[0] not in _NO_MATTER:
+        if path.relative_to(room).parts[0] not in _UNRELATED_PACKAGES:
             yield path
 
 
-def _program(name: str) -> Iterator[Path]:
+def _program_sources(name: str) -> Iterator[Path]:
     where, colon, _ = name.rpartition(":")
     if where.endswith(".py"):
         yield from sorted(Path(where).absolute().parent.glob("*.py"))

@@ -41,14 +41,14 @@ def stage_costs(units: Mapping[UnitKey, Unit], send: float, *, split: bool = Tru
     between = {stage: kind for stage, kind in kinds_of(units).items() if kind not in ("first", "last")}
     for stage, kind in ({0: "first", -1: "last"} | between).items():
         if UnitKey("F", (kind,)) in cycles:
-            more = _more(cycles, kind, whole, backward)
+            more = _beyond_usual(cycles, kind, whole, backward)
             # Differences of single units do not add up in a pair, which hides the exchange that takes much of F and B
             # alone. So where there are pairs, a stage that takes less counts as a usual one, which is an upper bound.
             extra[stage] = tuple(max(0.0, cost) for cost in more) if "FB" in usual else more
     return CostModel(usual["F"], *backward, FB=usual.get("FB"), send=send, extra=extra)  # type: ignore[arg-type]
 
 
-def of_unit(units: Mapping[UnitKey, T], key: UnitKey) -> T | None:
+def find_unit(units: Mapping[UnitKey, T], key: UnitKey) -> T | None:
     """The entry of a unit, or None. If no entry of its op names kinds, the entry of most stages serves all kinds."""
     alike = not any(other.op == key.op and other.kinds for other in units)
     return units.get(UnitKey(key.op) if alike else key)
@@ -71,7 +71,7 @@ class UnitCosts(CostModel):
     kinds: Mapping[int, str] = dataclasses.field(default_factory=dict, hash=False)
 
     def of(self, slot: Slot, placement: Placement) -> float:
-        own = of_unit(self.cycles, key_of(slot, placement, self.kinds))
+        own = find_unit(self.cycles, key_of(slot, placement, self.kinds))
         return super().of(slot, placement) if own is None else own
 
 
@@ -82,7 +82,7 @@ def unit_costs(units: Mapping[UnitKey, Unit], send: float, *, split: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
-class _Share(CostModel):
+class _RankCosts(CostModel):
     """Costs of a rank's whole share of the model: ``parts`` times those of a ``stage``."""
 
     stage: CostModel = CostModel()  # noqa: RUF009  # frozen
@@ -95,7 +95,7 @@ class _Share(CostModel):
         )
 
 
-def _more(
+def _beyond_usual(
     cycles: Mapping[UnitKey, float], kind: str, whole: bool, usual: tuple[float, float]
 ) -> tuple[float, float, float]:
     """Cycles of a kind's F, I and W beyond the usual stage's; an unmeasured backward counts as twice the forward."""
@@ -128,4 +128,4 @@ def rank_costs(costs: CostModel, schedule: Schedule) -> CostModel:
     more = {name: parts * getattr(costs, name) for name in ("F", "I", "W", "FB")}
     ends = {stage: extra for stage, extra in costs.extra.items() if stage in (0, -1)}  # which any depth has
     usual = {field.name: getattr(costs, field.name) for field in dataclasses.fields(CostModel)}
-    return _Share(**(usual | more | {"extra": ends}), stage=costs, parts=parts)
+    return _RankCosts(**(usual | more | {"extra": ends}), stage=costs, parts=parts)

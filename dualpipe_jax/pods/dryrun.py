@@ -30,7 +30,7 @@ from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.program import Blueprint, Program, Setting, abstract_mesh
 from dualpipe_jax.pods.readings import read, read_foreign
 from dualpipe_jax.pods.request import Request
-from dualpipe_jax.pods.results import Answer, Compiled, Machine, Parameters, Unit, weigh
+from dualpipe_jax.pods.results import Answer, Compiled, Parameters, TargetFigures, Unit, weigh
 from dualpipe_jax.pods.step_time import predict_step
 from dualpipe_jax.pods.units import unit_of, with_usual
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
@@ -56,7 +56,7 @@ def answer(
     program, dispatch = blueprint.program, blueprint.program.dispatch
     kinds = ahead.memory_by_kind(blueprint)
     share = dataclasses.asdict(ahead.rank_memory(blueprint))
-    kept, limit = ahead.kept_of(blueprint), None if machine is None else machine.memory
+    kept, limit = ahead.stage_memory_of(blueprint), None if machine is None else machine.memory
     found = Answer(
         target=machine,
         program=dataclasses.replace(plan, microbatches=blueprint.num_microbatches),
@@ -120,12 +120,12 @@ def draw(plan: Plan, target: Target | None, devices: Sequence[Any] | None) -> Bl
     make = abstract_mesh if devices is None else functools.partial(make_mesh, devices=devices)
     mesh = make(plan.pp, ep, dp=plan.dp)
     setting = Setting(plan, schedule, mesh, None if target is None else platform_of(target))
-    program = _made(plan, setting)
+    program = _make_program(plan, setting)
     fuse = None if setting.platform == "cpu" and plan.overlap else plan.overlap
     return Blueprint(program, schedule, mesh, fuse, plan.gradient_sums)
 
 
-def _made(plan: Plan, setting: Setting) -> Program:
+def _make_program(plan: Plan, setting: Setting) -> Program:
     """Make the program, and check that its layers are on the stages that the plan asks for."""
     asked, stages = plan.stage_layers, setting.schedule.placement.num_model_stages
     words = f"--stage-layers {' '.join(map(str, asked))}"
@@ -199,7 +199,7 @@ def compile_and_read(
     return found
 
 
-class Made(NamedTuple):
+class CompiledProgram(NamedTuple):
     """A compiled program as it was read, with the rates and options used, and seconds of lowering and compiling."""
 
     module: inspect.Module
@@ -221,7 +221,7 @@ def compile_ahead(
     names: Names = DIRECTION_NAMES,
     forward: Sequence[str] = FORWARD,
     backward: Sequence[str] = BACKWARD,
-) -> Made | str:
+) -> CompiledProgram | str:
     """Compile a program for a target's devices, and write the files that the request asks for.
 
     Args:
@@ -259,7 +259,7 @@ def compile_ahead(
     statistics = parse_statistics(log)
     report = inspect.overlap(module, rates, forward=forward, backward=backward, statistics=statistics)
     timeline.write(request.files, compiled.as_text, report, module, target, title, names)
-    return Made(module, rates, report, inspect.memory(compiled), options, seconds)
+    return CompiledProgram(module, rates, report, inspect.memory(compiled), options, seconds)
 
 
 def compile_with(
@@ -351,6 +351,6 @@ def read_text(request: Request, target: Target) -> Compiled:
     return dataclasses.replace(found, file=str(file), others=tuple(other.name for other in others))
 
 
-def describe(target: Target, device: Device | None = None) -> Machine:
+def describe(target: Target, device: Device | None = None) -> TargetFigures:
     """A target's figures. ``device`` replaces those of the target's own device where better ones are known."""
-    return Machine(str(target), target.num_devices, **dataclasses.asdict(device or target.device))
+    return TargetFigures(str(target), target.num_devices, **dataclasses.asdict(device or target.device))

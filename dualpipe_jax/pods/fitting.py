@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from dualpipe_jax.pods.plan import Plan
-from dualpipe_jax.pods.results import Remedy
+from dualpipe_jax.pods.results import MemorySaving
 from dualpipe_jax.schedule.names import find, takes
 from dualpipe_jax.step_options import BOUNDED, Remat, Shard
 
-_LADDER: tuple[tuple[str, Any, str], ...] = (
+_OPTIONS: tuple[tuple[str, Any, str], ...] = (
     ("stages_per_rank", 4, "stages half as deep as with two of them: twice as many ticks and sends"),
     ("shard", "optimizer", "parameters are gathered once a step"),
     ("remat", "keys", "norms, keys and values are computed again in the backward"),
@@ -25,21 +25,25 @@ _LADDER: tuple[tuple[str, Any, str], ...] = (
 )
 """(option, value, price in words) of options that change no result, the cheapest first."""
 
-_ROOM = "capacity_factor", BOUNDED, "tokens beyond this room are dropped: the model learns otherwise"
+_CAPACITY_FACTOR = (
+    "capacity_factor",
+    BOUNDED,
+    "tokens beyond this room are dropped: the model learns otherwise",
+)
 
-_CUT = "stages_per_rank"
+_STAGES_PER_RANK = "stages_per_rank"
 
-_WEAKER = {"shard": typing.get_args(Shard), "remat": typing.get_args(Remat)}
+_BY_MEMORY = {"shard": typing.get_args(Shard), "remat": typing.get_args(Remat)}
 """The values of an option, from the one that takes most memory to the one that takes least."""
 
-_LEAST_GAIN = 0.01
+_MIN_SAVING = 0.01
 """The part of the memory that an option must save to be taken."""
 
 Chosen = dict[str, tuple[Any, str]]
 """The chosen options: name -> (value, price in words)."""
 
 
-def remedies(plan: Plan, limit: int, needed: Callable[[Plan], int]) -> tuple[Remedy, ...]:
+def remedies(plan: Plan, limit: int, needed: Callable[[Plan], int]) -> tuple[MemorySaving, ...]:
     """Options that together make a plan fit, in the order in which they were taken.
 
     If no options make it fit, the result is one entry with all options that help. The one option that changes
@@ -61,31 +65,31 @@ def remedies(plan: Plan, limit: int, needed: Callable[[Plan], int]) -> tuple[Rem
         return known[other]
 
     chosen: Chosen = {}
-    ladder = [rung for rung in _LADDER if rung[0] != _CUT or _can_be_cut(plan)]
-    most: Chosen = {name: (value, price) for name, value, price in ladder if _saves(plan, name, value)}
+    options = [option for option in _OPTIONS if option[0] != _STAGES_PER_RANK or _can_be_cut(plan)]
+    most: Chosen = {name: (value, price) for name, value, price in options if _saves(plan, name, value)}
     if count(most) > limit:
-        if _saves(plan, *_ROOM[:2]):
-            chosen = {_ROOM[0]: _ROOM[1:]}
+        if _saves(plan, *_CAPACITY_FACTOR[:2]):
+            chosen = {_CAPACITY_FACTOR[0]: _CAPACITY_FACTOR[1:]}
         if count(chosen | most) > limit:
             words = " ".join(_flag(name, value) for name, (value, _) in (chosen | most).items())
-            return (Remedy(words, count(chosen | most), "all that help"),) if words else ()
-    for name, value, price in ladder:
+            return (MemorySaving(words, count(chosen | most), "all that help"),) if words else ()
+    for name, value, price in options:
         now = chosen[name][0] if name in chosen else getattr(plan, name)
         if count(chosen) <= limit or not _is_less(name, value, now):
             continue
         more = {other: what for other, what in chosen.items() if other != name} | {name: (value, price)}
-        if count(more) < (1 - _LEAST_GAIN) * count(chosen):
+        if count(more) < (1 - _MIN_SAVING) * count(chosen):
             chosen = more
     if count(chosen) > limit:
         chosen |= most
     for name in [*chosen][::-1]:
         fewer = {other: what for other, what in chosen.items() if other != name}
-        if name != _ROOM[0] and count(fewer) <= limit:
+        if name != _CAPACITY_FACTOR[0] and count(fewer) <= limit:
             chosen = fewer
     found, so_far = [], {}
     for name, (value, price) in chosen.items():
         so_far[name] = value, price
-        found.append(Remedy(_flag(name, value), count(so_far), price))
+        found.append(MemorySaving(_flag(name, value), count(so_far), price))
     return tuple(found)
 
 
@@ -99,13 +103,13 @@ def _flag(name: str, value: Any) -> str:
 
 
 def _saves(plan: Plan, name: str, value: Any) -> bool:
-    return _is_less(name, value, plan.room if name == _ROOM[0] else getattr(plan, name))
+    return _is_less(name, value, plan.room if name == _CAPACITY_FACTOR[0] else getattr(plan, name))
 
 
 def _is_less(name: str, value: Any, now: Any) -> bool:
     """Whether a value of an option takes less memory than its present value ``now``."""
-    if name in _WEAKER:
-        return _WEAKER[name].index(value) > _WEAKER[name].index(now)
-    if name == _CUT:
+    if name in _BY_MEMORY:
+        return _BY_MEMORY[name].index(value) > _BY_MEMORY[name].index(now)
+    if name == _STAGES_PER_RANK:
         return now is None or value > now
     return now is None or value < now

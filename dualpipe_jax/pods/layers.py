@@ -47,11 +47,11 @@ def moved_layers(
         each = fixed + layer * (runs @ np.asarray(shares))
         return float(max(each.max(), 0.0 if at_once is None else each.sum() / at_once))
 
-    def badness(shares: tuple[int, ...]) -> tuple[float, int]:
+    def sort_key(shares: tuple[int, ...]) -> tuple[float, int]:
         return round(busiest(shares) / before, 6), sum(abs(a - b) for a, b in zip(shares, own, strict=True))
 
     before = busiest(own)
-    best = min(_equally_deep(sum(own), stages), key=badness, default=own)
+    best = min(_equally_deep(sum(own), stages), key=sort_key, default=own)
     after = busiest(best) / before
     return (best, after) if after < 1 else (own, 1.0)
 

@@ -8,7 +8,7 @@ import numpy as np
 from dualpipe_jax.balance import Layout, random_traffic
 from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods.plan import Plan
-from dualpipe_jax.pods.results import Links, Way
+from dualpipe_jax.pods.results import Links, LinkTraffic
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ def count_links(plan: Plan, dispatch: Dispatch, target: Target | None, tokens: i
     layout = Layout(plan.ep, dispatch.num_experts // plan.ep, nodes, groups)
     found = random_traffic(layout, dispatch.num_experts, dispatch.top_k, kept)
     ways = {
-        way: Way(copies.across, copies.inside, *copies.bytes(tokens, dispatch.token_bytes))
+        way: LinkTraffic(copies.across, copies.inside, *copies.bytes(tokens, dispatch.token_bytes))
         for way, copies in (
             ("one hop", found.by_expert),
             ("two hops", found.two_hops_by_expert),

@@ -59,7 +59,7 @@ def find(name: str) -> Maker:
         ).named(name)
     if not where or not function:
         raise ValueError(f"--program {name}: wants FILE.py:name or package.module:name")
-    module = _file(name, Path(where)) if where.endswith(".py") else _module(name, where)
+    module = _load_file(name, Path(where)) if where.endswith(".py") else _load_module(name, where)
     found = getattr(module, function, None)
     if not callable(found):
         own = [
@@ -91,7 +91,7 @@ def registered(what: str) -> ModuleType:
     )
 
 
-def _file(name: str, path: Path) -> ModuleType:
+def _load_file(name: str, path: Path) -> ModuleType:
     if not path.is_file():
         raise ValueError(f"--program {name}: there is no file {path}")
     called = "program_in_" + re.sub(r"\W", "_", path.stem)
@@ -104,7 +104,7 @@ def _file(name: str, path: Path) -> ModuleType:
     return module
 
 
-def _module(name: str, where: str) -> ModuleType:
+def _load_module(name: str, where: str) -> ModuleType:
     try:
         return importlib.import_module(where)
     except ModuleNotFoundError as error:

@@ -13,7 +13,7 @@ from dualpipe_jax.step_options import Count, StepOptions, numbers_by_name
 
 
 @dataclasses.dataclass(frozen=True)
-class _Asked:
+class _ProgramOptions:
     """The options that name the program. A base class, so that help prints them before a step's options."""
 
     model: Annotated[str, arg(name="program", aliases=["--model"], metavar="NAME")] = "v3"
@@ -27,7 +27,7 @@ class _Asked:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(StepOptions, _Asked):
+class Plan(StepOptions, _ProgramOptions):
     """A training step: of one of DeepSeek's models, or of a program of your own."""
 
     sequence: AtLeastOne = dataclasses.field(default=4096, kw_only=True)

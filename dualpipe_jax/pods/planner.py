@@ -18,10 +18,10 @@ from typing import Literal
 
 from dualpipe_jax.pods import predict
 from dualpipe_jax.pods.costs import splits, unit_costs, units_of
-from dualpipe_jax.pods.kept import Kept, set_aside
 from dualpipe_jax.pods.layers import moved_layers
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.results import Answer, Memory
+from dualpipe_jax.pods.stage_memory import StageMemory, reserved_bytes
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule
 from dualpipe_jax.schedule.costs import at_most
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
@@ -124,17 +124,17 @@ def cases(wanted: Wanted, num_devices: int) -> tuple[list[Case], list[Choice]]:
             continue
         plan = dataclasses.replace(plan, microbatches=microbatches)
         placed: dict[object, list[Plan]] = {}
-        for name, stages in _cuts(wanted):
+        for name, stages in _schedule_choices(wanted):
             own = dataclasses.replace(plan, schedule=name, stages_per_rank=stages)
             try:
                 placed.setdefault(schedule_of(own).placement, []).append(own)
             except ValueError as error:
                 refused.append(Choice(own, refused=str(error).removeprefix(f"{name}: ")))
-        found += [_case(plans, wanted.stashes) for plans in placed.values()]
+        found += [_make_case(plans, wanted.stashes) for plans in placed.values()]
     return found, refused
 
 
-def _cuts(wanted: Wanted) -> list[tuple[str, int | None]]:
+def _schedule_choices(wanted: Wanted) -> list[tuple[str, int | None]]:
     """Pairs of a schedule and a number of stages per rank, which is None where it is not chosen."""
     return [
         (recipe.__name__, stages)
@@ -164,7 +164,7 @@ def _ranks(wanted: Wanted, num_devices: int) -> list[tuple[int, int]]:
     return found
 
 
-def _case(plans: list[Plan], stashes: Iterable[int | None]) -> Case:
+def _make_case(plans: list[Plan], stashes: Iterable[int | None]) -> Case:
     """The case of plans of one placement, each with every limit of stashes that changes its schedule's order."""
     all_plans = []
     for plan in plans:
@@ -219,10 +219,10 @@ def standing_for(plans: Iterable[Plan]) -> Plan:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    return _schedule(_order(plan))
+    return _schedule(_schedule_options(plan))
 
 
-def _order(plan: Plan) -> StepOptions:
+def _schedule_options(plan: Plan) -> StepOptions:
     """The options of a plan that decide its schedule."""
     return StepOptions(
         schedule=plan.schedule,
@@ -336,7 +336,7 @@ def _beyond(found: Answer) -> float:
     return max(0.0, memory.beyond or 0)
 
 
-_ENDS = {UnitKey("F", (kind,)) for kind in ("first", "last")}
+_END_FORWARDS = {UnitKey("F", (kind,)) for kind in ("first", "last")}
 GAIN = 0.99
 """The ratio to the best step's time: a case whose estimated step is not below it is not worth a compilation."""
 
@@ -358,7 +358,7 @@ def moved(compiled: Sequence[Prices], choices: Iterable[Choice], tried: Iterable
     for prices in compiled:
         known.add(_with_layers(prices.case, prices.layers))
         mine = [plan for own in prices.case.plans if (plan := shared(own, prices.shard)) in able]
-        if not mine or not prices.layers or not prices.compiled.units.keys() >= _ENDS:
+        if not mine or not prices.layers or not prices.compiled.units.keys() >= _END_FORWARDS:
             continue
         best = min(mine, key=able.__getitem__)
         schedule, at_once = schedule_of(best), prices.compiled.at_once
@@ -400,12 +400,12 @@ def needed(plan: Plan, counted: Memory, tokens: float = 1.0) -> float:
     half and a quarter as many ranks needs 5 and 14 % more than this estimate, where parameters are sharded.
     """
     assert counted.kept is not None
-    return _set_aside(_order(plan), counted.kept.scaled(tokens), MemoryModel(**counted.share))
+    return _reserved_bytes(_schedule_options(plan), counted.kept.scaled(tokens), MemoryModel(**counted.share))
 
 
 @functools.cache
-def _set_aside(order: StepOptions, kept: Kept, share: MemoryModel) -> float:
-    return set_aside(_schedule(order), kept, share)
+def _reserved_bytes(order: StepOptions, kept: StageMemory, share: MemoryModel) -> float:
+    return reserved_bytes(_schedule(order), kept, share)
 
 
 def too_much(size: float, limit: float, how: str) -> str:

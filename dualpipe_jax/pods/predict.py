@@ -8,8 +8,8 @@ import math
 from collections.abc import Callable
 
 from dualpipe_jax.pods.costs import splits
-from dualpipe_jax.pods.kept import Kept, set_aside
 from dualpipe_jax.pods.results import ScheduleTime
+from dualpipe_jax.pods.stage_memory import StageMemory, reserved_bytes
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, lower, simulate
 from dualpipe_jax.schedule.costs import at_most
 from dualpipe_jax.schedule.lowering.table import TickTable
@@ -51,7 +51,7 @@ def rank_schedules(
     costs: CostModel,
     costs_unsplit: CostModel,
     memory: MemoryModel,
-    kept: Kept,
+    kept: StageMemory,
     limit: float,
     price: Callable[[Schedule, CostModel], tuple[float, float]],
 ) -> tuple[ScheduleTime, ...]:
@@ -74,7 +74,7 @@ def rank_schedules(
                     refused = candidate.refused.removeprefix(f"{name}: ")
                     found.append(ScheduleTime(name, None, None, None, refused))
             elif splits(schedule) == wanted:
-                needed = set_aside(schedule, kept, memory)
+                needed = reserved_bytes(schedule, kept, memory)
                 fits = at_most(needed, limit)
                 refused = "" if fits else f"needs {needed / 2**30:.1f} GiB of {limit / 2**30:.1f}"
                 found.append(

@@ -164,32 +164,36 @@ class Blueprint:
     def params(self) -> Tree:
         """The parameters as the engine takes them: ShapeDtypeStructs with shardings."""
         shapes = jax.eval_shape(self.pipeline.placed, self.program.params)
-        lies = self.pipeline.shardings(shapes)
+        shardings = self.pipeline.shardings(shapes)
         return jax.tree.map(
-            lambda leaf, lie: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lie), shapes, lies
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shapes,
+            shardings,
         )
 
     @functools.cached_property
     def used(self) -> Tree:
         """``params`` as stages' functions see them: in ``Pipeline.compute_dtype``, gathered where stored in parts."""
         given, stages = self.pipeline.compute_dtype, self.params["stages"].local
-        lies = dataclasses.replace(self.pipeline, storage_specs=None).shardings(self.params)
+        shardings = dataclasses.replace(self.pipeline, storage_specs=None).shardings(self.params)
 
-        def of(part: str, tree: Tree, lies: Tree) -> Tree:
+        def of(part: str, tree: Tree, shardings: Tree) -> Tree:
             own = given.get(part) if isinstance(given, dict) else given
-            return jax.tree.map(_as_used, tree, lies, broadcast(own, tree, _OWN, "compute_dtype"))
+            return jax.tree.map(
+                _as_used, tree, shardings, broadcast(own, tree, _STORED_DTYPE, "compute_dtype")
+            )
 
-        local = (of("stages", *stage) for stage in zip(stages, lies["stages"].local, strict=True))
+        local = (of("stages", *stage) for stage in zip(stages, shardings["stages"].local, strict=True))
         return {
             "stages": dataclasses.replace(self.params["stages"], local=tuple(local)),
-            "shared": of("shared", self.params["shared"], lies["shared"]),
+            "shared": of("shared", self.params["shared"], shardings["shared"]),
         }
 
     @functools.cached_property
     def batch(self) -> Tree:
-        lies = NamedSharding(self.mesh, batch_spec(self.mesh))  # type: ignore[arg-type]  # an abstract mesh will do
+        sharding = NamedSharding(self.mesh, batch_spec(self.mesh))  # type: ignore[arg-type]  # an abstract mesh will do
         return jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lies), self.program.batch
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), self.program.batch
         )
 
     @functools.cached_property
@@ -216,12 +220,12 @@ class Blueprint:
         return self.program.tokens // (self.num_microbatches * devices)
 
 
-_OWN = object()
+_STORED_DTYPE = object()
 
 
-def _as_used(leaf: Any, lies: Any, dtype: Any) -> jax.ShapeDtypeStruct:
-    own = dtype is _OWN or not jnp.issubdtype(leaf.dtype, jnp.floating)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if own else dtype, sharding=lies)
+def _as_used(leaf: Any, sharding: Any, dtype: Any) -> jax.ShapeDtypeStruct:
+    own = dtype is _STORED_DTYPE or not jnp.issubdtype(leaf.dtype, jnp.floating)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if own else dtype, sharding=sharding)
 
 
 def abstract_mesh(num_pp: int, ep: int | tuple[int, int], *, dp: int = 1) -> AbstractMesh:

@@ -11,7 +11,16 @@ from dualpipe_jax.inspect.cycles import Collective, sum_up
 from dualpipe_jax.inspect.exposure import Exposure
 from dualpipe_jax.inspect.report import OverlapReport
 from dualpipe_jax.pods import ahead
-from dualpipe_jax.pods.results import AllToAll, Compiled, CopyInLoop, Exposed, Order, Overheads, Shares, Unit
+from dualpipe_jax.pods.results import (
+    AllToAll,
+    CollectiveTotals,
+    Compiled,
+    CopyInLoop,
+    Exposed,
+    Order,
+    Overheads,
+    Unit,
+)
 from dualpipe_jax.pods.units import bodies_of, overheads, scan_body, units_of_program
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
@@ -44,11 +53,11 @@ def read(
     inside = [c for c in report.select("all-to-all") if not pairs or c.computation in pairs]
     beside = overheads(report, module)
     known = () if model is None else (model.kind_of, model.alike)
-    sends, units = shares(exchange), units_of_program(report, module, *known)
+    sends, units = totals(exchange), units_of_program(report, module, *known)
     return Compiled(
         what,
-        all_to_all=shares(inside),
-        all_to_alls=tuple(_row(c) for c in inside),
+        all_to_all=totals(inside),
+        all_to_alls=tuple(_all_to_all(c) for c in inside),
         sends=sends,
         sends_exposed=exposed_by_tick(sends.cycles, units),
         units=units,
@@ -69,7 +78,7 @@ def read_foreign(module: inspect.Module, report: OverlapReport) -> Compiled:
     found = read("text", module, report, None)
     return dataclasses.replace(
         found,
-        by_kind={kind: shares(report.select(kind)) for kind in kinds},
+        by_kind={kind: totals(report.select(kind)) for kind in kinds},
         exposed=tuple(map(_exposed, report.exposures)),
         orders=tuple(
             Order(c.name, c.context, c.cycles, c.least)
@@ -86,9 +95,9 @@ def _exposed(exposure: Exposure) -> Exposed:
     return Exposed(*about, *cycles, exposure.cause, exposure.elsewhere, exposure.gain, str(exposure))
 
 
-def shares(chosen: Sequence[Collective]) -> Shares:
+def totals(chosen: Sequence[Collective]) -> CollectiveTotals:
     total = sum_up("", tuple(chosen))
-    return Shares(
+    return CollectiveTotals(
         count=total.count,
         sync=total.num_sync,
         payload=total.payload,
@@ -117,5 +126,5 @@ def _copy(copy: Copy, held: Collection[str]) -> CopyInLoop:
     return CopyInLoop(copy.name, copy.nbytes, copy.context, copy.op_name, array, array in held)
 
 
-def _row(c: Collective) -> AllToAll:
+def _all_to_all(c: Collective) -> AllToAll:
     return AllToAll(**{field.name: getattr(c, field.name) for field in dataclasses.fields(AllToAll)})

@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from dualpipe_jax.pods.kept import Kept
 from dualpipe_jax.pods.plan import Plan
+from dualpipe_jax.pods.stage_memory import StageMemory
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 
 @dataclasses.dataclass(frozen=True)
-class Machine:
+class TargetFigures:
     """A target: its name, the number of its devices, and the figures of one device.
 
     Figures are those of ``inspect.target.Device``. ``source`` says where the peak, ``flops``, comes from.
@@ -35,7 +35,7 @@ class Parameters:
 
 
 @dataclasses.dataclass(frozen=True)
-class Remedy:
+class MemorySaving:
     """An option that saves memory: bytes that a device needs with it and those before it, and its price in words."""
 
     option: str
@@ -57,7 +57,8 @@ class Memory:
       fits: whether the limit is enough.
       share: sizes of a rank's whole share of the model: the fields of a ``MemoryModel``; see
         ``ahead.rank_memory``.
-      kept: what stages keep of a microbatch, from which other schedules are counted; see ``kept.set_aside``.
+      kept: what stages keep of a microbatch, from which other schedules are counted; see
+        ``stage_memory.reserved_bytes``.
       remedies: options that together make the step fit, where it does not; or the one entry with all that
         help.
     """
@@ -69,12 +70,12 @@ class Memory:
     limit: int | None
     fits: bool
     share: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    kept: Kept | None = None
-    remedies: tuple[Remedy, ...] = ()
+    kept: StageMemory | None = None
+    remedies: tuple[MemorySaving, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
+class LinkTraffic:
     """Traffic of one dispatch: copies of a token across and inside nodes, and the bytes of all tokens of a device."""
 
     across: float
@@ -97,7 +98,7 @@ class Links:
     nodes: int
     tokens: int
     used: str
-    ways: Mapping[str, Way]
+    ways: Mapping[str, LinkTraffic]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +138,7 @@ class Unit:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shares:
+class CollectiveTotals:
     """Sums over several collectives: their cycles, the cycles in which the core waits, and the hidden share.
 
     Attributes:
@@ -256,15 +257,15 @@ class Compiled:
     out_of_memory: str | None = None
     options: Mapping[str, str] = dataclasses.field(default_factory=dict)
     seconds: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    all_to_all: Shares = Shares()
+    all_to_all: CollectiveTotals = CollectiveTotals()
     all_to_alls: tuple[AllToAll, ...] = ()
-    followed: Shares | None = None
+    followed: CollectiveTotals | None = None
     file: str = ""
     others: tuple[str, ...] = ()
-    by_kind: Mapping[str, Shares] = dataclasses.field(default_factory=dict)
+    by_kind: Mapping[str, CollectiveTotals] = dataclasses.field(default_factory=dict)
     exposed: tuple[Exposed, ...] = ()
     orders: tuple[Order, ...] = ()
-    sends: Shares = Shares()
+    sends: CollectiveTotals = CollectiveTotals()
     sends_exposed: Mapping[str, float] = dataclasses.field(default_factory=dict)
     units: Mapping[UnitKey, Unit] = dataclasses.field(default_factory=dict)
     overheads: Overheads | None = None
@@ -369,7 +370,7 @@ class Answer:
       step: the predicted time of a step.
     """
 
-    target: Machine | None = None
+    target: TargetFigures | None = None
     program: Plan | None = None
     stage_layers: tuple[int, ...] = ()
     parameters: Parameters | None = None
@@ -386,7 +387,7 @@ def weigh(
     compiled: Compiled | None,
     limit: int | None,
     share: Mapping[str, Any] | None = None,
-    kept: Kept | None = None,
+    kept: StageMemory | None = None,
 ) -> Memory:
     """Compare the memory that is needed with the limit.
 

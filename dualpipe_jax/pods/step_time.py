@@ -7,7 +7,7 @@ from typing import Any
 
 from dualpipe_jax.inspect.target import Device
 from dualpipe_jax.pods import ahead, predict
-from dualpipe_jax.pods.account import Useful, account_of
+from dualpipe_jax.pods.account import UsefulSeconds, account_of
 from dualpipe_jax.pods.costs import rank_costs, splits, unit_costs
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.program import Blueprint
@@ -32,7 +32,7 @@ def predict_step(
     costs, placed = split if splits(schedule) else unsplit, blueprint.pipeline.placing_costs
     beside = Overheads(compiled.beside.tick + guards, compiled.beside.step)
     rest = beside.step + compiled.update_cycles
-    useful, tokens = useful_of(blueprint, device, plan), blueprint.program.tokens
+    useful, tokens = useful_seconds(blueprint, device, plan), blueprint.program.tokens
     in_ticks = functools.partial(
         predict.step_cycles, tick=beside.tick, at_once=compiled.at_once, placed=placed
     )
@@ -51,7 +51,7 @@ def predict_step(
         whole,
         rank_costs(unsplit, schedule),
         memory,
-        ahead.kept_of(blueprint),
+        ahead.stage_memory_of(blueprint),
         device.memory,
         lambda other, its: time_of(in_ticks(other, its)[0]),
     )
@@ -89,9 +89,9 @@ def _named(costs: CostModel, of: Callable[[float], float]) -> dict[str, Any]:
     return {name: of(getattr(costs, name)) for name in _COSTS} | {"extra": extra}
 
 
-def useful_of(blueprint: Blueprint, device: Device, plan: Plan) -> Useful:
+def useful_seconds(blueprint: Blueprint, device: Device, plan: Plan) -> UsefulSeconds:
     """The seconds at the peak of the operations that the program counts, and of those on unfilled room of experts."""
     program = blueprint.program
     at_peak = program.tokens / (blueprint.mesh.size * device.flops)
     beyond = plan.room - 1 if plan.dispatch == "capacity" and plan.room is not None else 0.0
-    return Useful(at_peak * program.flops, at_peak * program.routed * beyond)
+    return UsefulSeconds(at_peak * program.flops, at_peak * program.routed * beyond)

@@ -29,9 +29,9 @@ from dualpipe_jax.schedule.lowering.table import TickTable
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 CLOCK = 1e9
-FEW, MANY = 4, 40
+MIN_TICKS, MAX_TICKS = 4, 40
 """The least and the most ticks of a run."""
-LONG = 0.25
+RUN_SECONDS = 0.25
 """Core seconds that a run should take: less is hard to tell from the time of a run outside its ticks."""
 ROUNDS = 5
 _PRODUCT = 1024
@@ -39,21 +39,21 @@ _PRODUCT = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Spent:
+class CpuTime:
     """The CPU seconds of a run, summed over cores, and the number of ticks that it ran."""
 
-    cores: float
+    seconds: float
     ticks: int
 
 
-Round = Mapping[int, Spent]
+Round = Mapping[int, CpuTime]
 """The measured runs of one round, by the number of the unit, or by one of the numbers that follow."""
-IDLE, FEWER, FRESH, UPDATE = -1, -2, -3, -4
+IDLE, IDLE_FEW, FIRST_TOUCH, UPDATE = -1, -2, -3, -4
 """Keys of a round that are no units: many ticks in which no rank works; a few such ticks; the first writes to the
 memory that only a whole step allocates anew; and the update."""
 
 
-class Rehearsal:
+class TickRunner:
     """Runs any tick of a step any number of times, with slots that hold what earlier units left there.
 
     A backward with empty slots, for which all tokens lie in one place, takes a fifth less time.
@@ -64,30 +64,32 @@ class Rehearsal:
     """
 
     def __init__(self, blueprint: Blueprint, opening: np.ndarray):
-        """Compile the program. ``opening``, int32 [ticks, ranks, columns], has the ticks that ``open`` runs."""
+        """Compile the program. ``opening``, int32 [ticks, ranks, columns], has the ticks that ``fill_slots`` runs."""
         pipeline, given = blueprint.pipeline, (blueprint.params, blueprint.batch)
         blank = pipeline.state_everywhere(*given)
         self._opening, self._once = opening, np.ones(len(opening), np.int32)
         program: Any = pipeline.rehearse
         self._program = program.lower(*given, blank, self._opening, self._once).compile()
-        self._given = made_up(given)
+        self._given = random_arrays(given)
         memory = self._program.memory_analysis()
         kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(blank))
         self.fresh_bytes = max(0, kept - memory.temp_size_in_bytes * blueprint.mesh.size)
-        self._lies = jax.tree.map(lambda leaf: leaf.sharding, blank)
+        self._shardings = jax.tree.map(lambda leaf: leaf.sharding, blank)
         self._state = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), blank)
 
-    def open(self) -> None:
+    def fill_slots(self) -> None:
         """Fill the slots."""
-        self._go_on(self._opening, self._once)
+        self._run_ticks(self._opening, self._once)
 
     def run(self, tick: np.ndarray, times: int) -> Tree:
         """Run ``tick``, int32 [ranks, columns], ``times`` times. Returns the arrays to wait for."""
         first = np.arange(len(self._once)) == 0
-        return self._go_on(np.broadcast_to(tick, self._opening.shape), np.where(first, np.int32(times), 0))
+        return self._run_ticks(
+            np.broadcast_to(tick, self._opening.shape), np.where(first, np.int32(times), 0)
+        )
 
-    def _go_on(self, ticks: np.ndarray, times: np.ndarray) -> Tree:
-        state = jax.device_put(self._state, self._lies)  # JAX loses the sharding of empty arrays
+    def _run_ticks(self, ticks: np.ndarray, times: np.ndarray) -> Tree:
+        state = jax.device_put(self._state, self._shardings)  # JAX loses the sharding of empty arrays
         objective, gradients, self._state = self._program(*self._given, state, ticks, times)
         return objective, gradients, self._state
 
@@ -98,38 +100,38 @@ def measure(blueprint: Blueprint, say: Callable[[str], None]) -> Compiled:
     A unit is timed in ticks in which all ranks run it that ever run it. Parameters and batches are random:
     their values do not change the time of a unit, except by how evenly tokens reach experts where nothing is
     dropped. The values that units leave for each other are computed by the units themselves; see
-    ``Rehearsal``.
+    ``TickRunner``.
     """
     say("tracing and compiling the step")
     started = time.perf_counter()
     table = blueprint.pipeline.table(blueprint.params, blueprint.batch)
-    rehearsal = Rehearsal(blueprint, opening(table))
+    runner = TickRunner(blueprint, opening(table))
     update = None if blueprint.update is None else ahead.lower_update(blueprint).compile()
     seconds = {"compiling": time.perf_counter() - started}
     units = table_units(table)
     ticks = {number: unit_everywhere(table, number) for number in (IDLE, *units)}
-    ticks[FEWER] = ticks[IDLE]
-    times = dict.fromkeys(ticks, FEW)
+    ticks[IDLE_FEW] = ticks[IDLE]
+    times = dict.fromkeys(ticks, MIN_TICKS)
 
     def once() -> Round:
         found = {
-            number: spend(functools.partial(rehearsal.run, tick, times[number]), times[number])
+            number: cpu_time(functools.partial(runner.run, tick, times[number]), times[number])
             for number, tick in ticks.items()
         }
-        found[FRESH] = first_touch(rehearsal.fresh_bytes)
+        found[FIRST_TOUCH] = first_touch(runner.fresh_bytes)
         if update is not None:
-            state = made_up(_inputs(update))  # anew each time: the update donates it
-            found[UPDATE] = spend(lambda: update(*state))
+            state = random_arrays(_inputs(update))  # anew each time: the update donates it
+            found[UPDATE] = cpu_time(lambda: update(*state))
         return found
 
     say(f"running {len(units)} units")
-    rehearsal.open()
+    runner.fill_slots()
     once()  # warms up
     first = once()
     for number in units:
-        each = max(first[number].cores - first[FEWER].cores, 0.0) / FEW
-        times[number] = min(MANY, max(FEW, math.ceil(LONG / each))) if each else MANY
-    times[IDLE] = MANY
+        each = max(first[number].seconds - first[IDLE_FEW].seconds, 0.0) / MIN_TICKS
+        times[number] = min(MAX_TICKS, max(MIN_TICKS, math.ceil(RUN_SECONDS / each))) if each else MAX_TICKS
+    times[IDLE] = MAX_TICKS
     rounds = []
     for number in range(ROUNDS):
         say(f"timing {len(units)} units, round {number + 1} of {ROUNDS}")
@@ -144,7 +146,8 @@ def read(
     model, placement = blueprint.program.model, blueprint.schedule.placement
     ranks = {number: int((table.column("unit") == number).any(axis=0).sum()) for number in table_units(table)}
     cores = float(num_cores())
-    together = min(blueprint.mesh.size / blueprint.mesh.shape[PP], cores)  # cores that one rank keeps busy
+    # The number of cores that one rank keeps busy.
+    cores_per_rank = min(blueprint.mesh.size / blueprint.mesh.shape[PP], cores)
     name_of = {
         table.keeps.kind_of[stage]: model.kind_of[stage] for stage in range(placement.num_model_stages)
     }
@@ -153,11 +156,11 @@ def read(
     for number, count in ranks.items():
         op, forward, backward = table.units[number]
         kinds = tuple(name_of[stand.kind] for stand in (forward, backward) if stand is not None)
-        each = statistics.median(_unit_alone(found, number) for found in rounds) / count / together
+        each = statistics.median(_unit_alone(found, number) for found in rounds) / count / cores_per_rank
         taken.setdefault(UnitKey(op, kinds), []).append(each * CLOCK)
     units = {key: _unit(statistics.fmean(each)) for key, each in taken.items()}
-    update = [found[UPDATE].cores for found in rounds if UPDATE in found]
-    fresh = statistics.median(found[FRESH].cores for found in rounds)
+    update = [found[UPDATE].seconds for found in rounds if UPDATE in found]
+    fresh = statistics.median(found[FIRST_TOUCH].seconds for found in rounds)
     return Compiled(
         "timed",
         seconds=seconds,
@@ -165,22 +168,22 @@ def read(
         overheads=Overheads(tick / cores * CLOCK, (beside + fresh) / cores * CLOCK),
         update=_unit(statistics.median(update) / cores * CLOCK) if update else None,
         cores=cores,
-        at_once=cores / together,
+        at_once=cores / cores_per_rank,
     )
 
 
 def _idle(found: Round) -> tuple[float, float]:
     """Core seconds of a tick in which no rank works, and of a run outside its ticks."""
-    many, few = found[IDLE], found[FEWER]
-    tick = max(0.0, (many.cores - few.cores) / (many.ticks - few.ticks))
-    return tick, max(0.0, few.cores - few.ticks * tick)
+    many, few = found[IDLE], found[IDLE_FEW]
+    tick = max(0.0, (many.seconds - few.seconds) / (many.ticks - few.ticks))
+    return tick, max(0.0, few.seconds - few.ticks * tick)
 
 
 def _unit_alone(found: Round, number: int) -> float:
     """Core seconds of a unit, summed over all ranks that run it."""
     tick, beside = _idle(found)
     spent = found[number]
-    return max(0.0, (spent.cores - beside) / spent.ticks - tick)
+    return max(0.0, (spent.seconds - beside) / spent.ticks - tick)
 
 
 def table_units(table: TickTable) -> list[int]:
@@ -192,20 +195,20 @@ def _unit(cycles: float) -> Unit:
     return Unit(cycles, cycles, None, 0.0, 0)
 
 
-def spend(call: Callable[[], Any], ticks: int = 0) -> Spent:
+def cpu_time(call: Callable[[], Any], ticks: int = 0) -> CpuTime:
     """The CPU time of this process in a call, whose result is waited for."""
     before = time.process_time()
     jax.block_until_ready(call())
-    return Spent(time.process_time() - before, ticks)
+    return CpuTime(time.process_time() - before, ticks)
 
 
-def first_touch(nbytes: int) -> Spent:
+def first_touch(nbytes: int) -> CpuTime:
     """The CPU time by which the first write to ``nbytes`` of memory exceeds the second."""
     with mmap.mmap(-1, max(1, nbytes)) as memory:  # NumPy's own memory comes in huge pages, XLA's does not
         write = functools.partial(np.frombuffer(memory, np.uint8).fill, 1)
-        first, again = spend(write), spend(write)
+        first, again = cpu_time(write), cpu_time(write)
         del write  # holds the memory
-    return Spent(max(0.0, first.cores - again.cores), 0)
+    return CpuTime(max(0.0, first.seconds - again.seconds), 0)
 
 
 def num_cores() -> int:
@@ -218,19 +221,21 @@ def peak() -> float:
     matrix = jnp.full((_PRODUCT, _PRODUCT), 1 / _PRODUCT, jnp.float32)
     product = jax.jit(jnp.matmul)
     jax.block_until_ready(product(matrix, matrix))
-    least = min(spend(lambda: product(matrix, matrix)).cores for _ in range(ROUNDS))
+    least = min(cpu_time(lambda: product(matrix, matrix)).seconds for _ in range(ROUNDS))
     return 2 * _PRODUCT**3 / least * num_cores()
 
 
 def _inputs(compiled: Any) -> Tree:
     """The arguments of a compiled function as ShapeDtypeStructs with shardings."""
-    (avals, _), (lies, _) = compiled.in_avals, compiled.input_shardings
+    (avals, _), (shardings, _) = compiled.in_avals, compiled.input_shardings
     return jax.tree.map(
-        lambda aval, lie: jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=lie), avals, lies
+        lambda aval, sharding: jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding),
+        avals,
+        shardings,
     )
 
 
-def made_up(tree: Tree) -> Tree:
+def random_arrays(tree: Tree) -> Tree:
     """Random arrays of the shapes, dtypes and shardings of a tree: floats of N(0, 0.02), integers from 0 to 15."""
     rng = np.random.default_rng(0)
 

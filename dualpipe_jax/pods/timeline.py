@@ -35,7 +35,7 @@ def write(
             file.write_text(text())
     if not drawings:
         return
-    computation, name = _drawn(report, module)
+    computation, name = _choose_computation(report, module)
     clock = target.device.clock
     for file in drawings:
         if file.suffix.lower() == TRACE:
@@ -44,7 +44,7 @@ def write(
             inspect.plot(report, computation, file, title=f"{title}: {name}", clock=clock, names=names)
 
 
-def _drawn(report: OverlapReport, module: inspect.Module) -> tuple[str, str]:
+def _choose_computation(report: OverlapReport, module: inspect.Module) -> tuple[str, str]:
     """The computation to draw and its title: the slowest pair, or without pairs the one that communicates longest."""
     if pairs := bodies_of(module, "FB"):
         return max(pairs, key=lambda body: report.computations[body].cycles), "an overlapped pair"

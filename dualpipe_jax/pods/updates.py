@@ -27,18 +27,22 @@ def optimized_by(optimizer: Any) -> Callable[[Tree], Update]:
     """
 
     def update(params: Tree) -> Update:
-        state = _laid(jax.eval_shape(optimizer.init, _floating(params)), _floating(params))
+        state = _with_shardings(jax.eval_shape(optimizer.init, _floating(params)), _floating(params))
 
         def step(params: Tree, state: Tree, batch: Tree, value_and_grad: Callable[..., Any]) -> Any:
             (objective, _), grads = value_and_grad(params, batch)
             # optax raises floats to the power of an integer count.
             with jax.numpy_dtype_promotion("standard"):
                 updates, state = optimizer.update(_floating(grads), state, _floating(params))
-            return jax.tree.map(_moved, params, updates, is_leaf=lambda node: node is None), state, objective
+            return (
+                jax.tree.map(_add_update, params, updates, is_leaf=lambda node: node is None),
+                state,
+                objective,
+            )
 
         def lower(value_and_grad: Callable[..., Any], batch: Tree) -> Any:
-            lies = (*jax.tree.map(lambda leaf: leaf.sharding, (params, state)), None)
-            whole: Any = jax.jit(step, static_argnums=3, donate_argnums=(0, 1), out_shardings=lies)
+            shardings = (*jax.tree.map(lambda leaf: leaf.sharding, (params, state)), None)
+            whole: Any = jax.jit(step, static_argnums=3, donate_argnums=(0, 1), out_shardings=shardings)
             return whole.lower(params, state, batch, value_and_grad)
 
         return Update(state, lower)
@@ -51,11 +55,11 @@ def _floating(tree: Tree) -> Tree:
     return jax.tree.map(lambda leaf: leaf if jnp.issubdtype(leaf.dtype, jnp.floating) else None, tree)
 
 
-def _moved(param: Any, update: Any) -> Any:
+def _add_update(param: Any, update: Any) -> Any:
     return param if update is None else param + update.astype(param.dtype)
 
 
-def _laid(state: Tree, params: Tree) -> Tree:
+def _with_shardings(state: Tree, params: Tree) -> Tree:
     """The optimizer's state as ShapeDtypeStructs with shardings."""
     like, form = jax.tree.leaves(params), jax.tree.structure(params)
     everywhere = NamedSharding(like[0].sharding.mesh, PartitionSpec())

@@ -3,7 +3,7 @@
 import pytest
 
 from dualpipe_jax.command.explain import explained, followed
-from dualpipe_jax.pods.results import Compiled, Exposed, Order, Shares
+from dualpipe_jax.pods.results import CollectiveTotals, Compiled, Exposed, Order
 
 
 def exposed(cost, cause="order", kind="all-to-all", context="main", times=1, elsewhere=9.0):
@@ -12,7 +12,7 @@ def exposed(cost, cause="order", kind="all-to-all", context="main", times=1, els
 
 
 def said(*found, target="v5p:2x2x2", kinds=None, **more):
-    kinds = kinds or {one.kind: Shares(1, cycles=100.0, exposed=50.0, hidden=0.5) for one in found}
+    kinds = kinds or {one.kind: CollectiveTotals(1, cycles=100.0, exposed=50.0, hidden=0.5) for one in found}
     compiled = Compiled("text", file="dump/step.txt", by_kind=kinds, exposed=found, **more)
     return "\n".join(map(str, explained(compiled, target, 97.0, False)))
 
@@ -42,24 +42,26 @@ def test_where_most_could_be_had_stands_first():
     ],
 )
 def test_hints(words, found, target):
-    all_sync = {found.kind: Shares(1, sync=1, cycles=100.0, exposed=9.0, hidden=0.91)}
+    all_sync = {found.kind: CollectiveTotals(1, sync=1, cycles=100.0, exposed=9.0, hidden=0.91)}
     told = said(found, target=target, kinds=all_sync)
     (hint,) = (line for line in told.splitlines() if line.startswith("hint: "))
     assert words in hint
     if "TPU" in words:
         assert words not in said(found, target="h100:1x8", kinds=all_sync)
     if "all-to-alls" in words:  # some are asynchronous: the options are there
-        assert words not in said(found, kinds={found.kind: Shares(2, sync=1, cycles=100.0, exposed=9.0)})
+        assert words not in said(
+            found, kinds={found.kind: CollectiveTotals(2, sync=1, cycles=100.0, exposed=9.0)}
+        )
 
 
 def test_all_kinds_count_where_there_is_no_all_to_all():
     kinds = {
-        "all-gather": Shares(2, cycles=300.0, exposed=60.0),
-        "all-reduce": Shares(1, cycles=100.0, exposed=40.0),
+        "all-gather": CollectiveTotals(2, cycles=300.0, exposed=60.0),
+        "all-reduce": CollectiveTotals(1, cycles=100.0, exposed=40.0),
     }
     assert followed(Compiled("text", by_kind=kinds)).hidden == pytest.approx(1 - 100 / 400)
     assert "hidden: 75.0 % of 400 cycles of its collectives (too little: 97 % asked for)" in said(kinds=kinds)
-    unknown = kinds | {"all-reduce": Shares(1)}
+    unknown = kinds | {"all-reduce": CollectiveTotals(1)}
     assert followed(Compiled("text", by_kind=unknown)).hidden is None
     told = said(kinds=unknown)
     assert "hidden: an unknown share" in told and "the text does not tell how long some take" in told

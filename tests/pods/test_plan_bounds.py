@@ -13,7 +13,7 @@ from dualpipe_jax.command import answers, clock
 from dualpipe_jax.command import plan as plan_command
 from dualpipe_jax.command.options import CommandError, Died
 from dualpipe_jax.pods import planner
-from dualpipe_jax.pods.bounds import MARGIN, Bounds, Cut, Least
+from dualpipe_jax.pods.bounds import MARGIN, Bounds, Cut, StepBound
 from dualpipe_jax.pods.results import Unit
 from dualpipe_jax.schedule import CostModel, Op, dualpipe, simulate
 from tests.pods.test_planner import (
@@ -54,7 +54,7 @@ def products(work):
 
 def test_the_least_step_by_hand():
     """1F1B on p ranks with m microbatches: (m + p - 1)(F + B) where all stages take as long."""
-    least, f, b = Least(plan("one_f_one_b"), counted()), PRODUCTS["F"], PRODUCTS["B"]
+    least, f, b = StepBound(plan("one_f_one_b"), counted()), PRODUCTS["F"], PRODUCTS["B"]
     assert least.seconds(plan("one_f_one_b"), {}) == pytest.approx(11 * (f + b) / CLOCK)
     assert least.seconds(plan("one_f_one_b"), {"F": 2.0}) == pytest.approx(11 * (2 * f + b) / CLOCK)
     halves = least.seconds(plan("zb_h1"), {})
@@ -67,7 +67,7 @@ def test_stages_that_were_not_counted_have_an_even_share():
     products = {"F": f, "I": f, "W": f, "B": 2 * f}
     last = {f"{op}/last": 3 * cycles for op, cycles in products.items()}
     found = dataclasses.replace(counted(), products=units(products | last))
-    least = Least(plan("one_f_one_b"), found)
+    least = StepBound(plan("one_f_one_b"), found)
     same = least.seconds(plan("one_f_one_b"), {})
     assert same * CLOCK > 8 * 9 * f, "the last rank alone"
     even = 6 / 4 * f  # a stage's F
@@ -76,14 +76,14 @@ def test_stages_that_were_not_counted_have_an_even_share():
 
 
 def test_a_stage_of_a_v_counts_half_of_a_stage_in_line():
-    least = Least(plan("v_half"), counted("v_half"))
+    least = StepBound(plan("v_half"), counted("v_half"))
     both = 2 * (PRODUCTS["F"] + PRODUCTS["B"])
     assert least.seconds(plan("one_f_one_b"), {}) == pytest.approx(11 * both / CLOCK)
 
 
 def test_a_cut_that_was_not_counted_has_the_work_of_another():
     """Half the ranks have twice the layers; a microbatch of as many sequences has half of them on each device."""
-    least, both = Least(plan("one_f_one_b"), counted()), PRODUCTS["F"] + PRODUCTS["B"]
+    least, both = StepBound(plan("one_f_one_b"), counted()), PRODUCTS["F"] + PRODUCTS["B"]
     two_ranks = plan("one_f_one_b", pp=2, microbatch_size=2)
     assert least.seconds(two_ranks, {}) == pytest.approx(9 * 2 * both / 2 / CLOCK)
     two_each = plan("one_f_one_b", pp=2, microbatch_size=8)
@@ -106,7 +106,7 @@ def test_what_an_end_takes_more_may_be_hidden_in_its_pairs():
     last = {f"{op}/last": 1.5 * cycles for op, cycles in PRODUCTS.items()}
     found = dataclasses.replace(counted("dualpipe"), products=units(PRODUCTS | last))
     alone = dict.fromkeys(("F", "B", "I", "W"), 3.0)
-    least = Least(plan("dualpipe"), found).seconds(plan("dualpipe"), alone)
+    least = StepBound(plan("dualpipe"), found).seconds(plan("dualpipe"), alone)
     by_hand = simulate(dualpipe(4, 8), LastStageHalfAsMuchAgain(1.0, 1.0, 1.0)).makespan
     assert least * CLOCK == pytest.approx(by_hand)
 
@@ -132,7 +132,7 @@ def test_what_an_end_takes_less_is_as_much_nearer_to_its_products_as_the_pair(sa
     first = {f"{op}/first": 0.25 * cycles for op, cycles in PRODUCTS.items()}
     found = dataclasses.replace(counted("dualpipe"), products=units(PRODUCTS | first))
     far = {"F": 20.0, "FB": 1.5}
-    least = Least(plan("dualpipe"), found)
+    least = StepBound(plan("dualpipe"), found)
     if same_cut:
         by_hand = simulate(dualpipe(4, 8), FirstStageThreeFourthsLess(1.0, 1.0, 1.0)).makespan
         assert least.seconds(plan("dualpipe"), far) * CLOCK == pytest.approx(by_hand)
@@ -643,7 +643,7 @@ def test_a_fault_of_all_cuts_ends_the_search():
 
 def test_memory_by_another_cut_is_what_a_rank_keeps_for_its_work():
     """1F1B's first rank keeps as many microbatches as there are ranks; parameters and what is fixed stay."""
-    least = Least(plan("one_f_one_b"), counted())
+    least = StepBound(plan("one_f_one_b"), counted())
     residual, rest = SIZES["residual_w"], SIZES["parameters"] + SIZES["fixed"]
     assert least.memory(plan("one_f_one_b"))[0] == 4 * residual + rest
     assert least.memory(plan("one_f_one_b", pp=2, microbatch_size=4))[0] == 2 * 2 * residual + rest
@@ -657,7 +657,7 @@ def test_what_by_another_cut_hardly_fits_is_not_passed_over_until_it_is_counted(
     one, eight = bounds.cuts()
     bounds.take(one, answer(bounds.standing_for(one), "nothing"))
     (large,) = bounds.cases[eight]
-    assert bounds._probably_fits(large) and bounds._least_of(eight).memory(large.plan)[0] == 19 * GIB
+    assert bounds._probably_fits(large) and bounds._counted_for(eight).memory(large.plan)[0] == 19 * GIB
     bounds.take(eight, answer(bounds.standing_for(eight), "nothing", fixed=14 * GIB))
     assert not bounds._probably_fits(large)
 

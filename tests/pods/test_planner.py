@@ -19,21 +19,21 @@ from dualpipe_jax.pods import Answer, Plan, ahead, planner
 from dualpipe_jax.pods.cache import Cache, _digest, default_folder
 from dualpipe_jax.pods.costs import units_of
 from dualpipe_jax.pods.dryrun import draw
-from dualpipe_jax.pods.kept import Kept
 from dualpipe_jax.pods.plain import filled, plain
 from dualpipe_jax.pods.plan import read_plan
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import (
+    CollectiveTotals,
     Compiled,
-    Machine,
     Memory,
+    MemorySaving,
     Overheads,
     Parameters,
     Prediction,
-    Remedy,
-    Shares,
+    TargetFigures,
     Unit,
 )
+from dualpipe_jax.pods.stage_memory import StageMemory
 from dualpipe_jax.schedule import CostModel, MemoryModel, dualpipe, lower, one_f_one_b, simulate, zb_h1
 from dualpipe_jax.schedule.costs import stages_a_share
 from tests.pods import own_program
@@ -60,11 +60,11 @@ def kept_of(plan):
     """Stages all alike, whose share of a rank's values is that of their layers."""
     placement = plan.make_schedule().placement
     sizes = tuple(SIZES[name] / stages_a_share(placement) for name in ("residual_w", "stash"))
-    return Kept((0,) * placement.num_model_stages, ("F",), (("FW",), ("IW",)), sizes, 0, CostModel())
+    return StageMemory((0,) * placement.num_model_stages, ("F",), (("FW",), ("IW",)), sizes, 0, CostModel())
 
 
 def machine(memory=16 * GIB):
-    return Machine(str(TARGET), 8, memory, 197e12, 819e9, 1.5e9)
+    return TargetFigures(str(TARGET), 8, memory, 197e12, 819e9, 1.5e9)
 
 
 def answer(plan, compile, *, memory=16 * GIB, fixed=None, beyond=0, cycles=None, layers=()):
@@ -82,7 +82,9 @@ def answer(plan, compile, *, memory=16 * GIB, fixed=None, beyond=0, cycles=None,
     cycles = cycles or {name: CYCLES[name] for name in units_of(plan.make_schedule())}
     units = keyed({name: Unit(each, each, 0.0, 0.0, 0) for name, each in cycles.items()})
     beside, update = Overheads(100.0, BESIDE[plan.shard]), Unit(UPDATE[plan.shard], 0.0, 0.0, 0.0, 0)
-    compiled = Compiled("units", units=units, sends=Shares(each=1e4), overheads=beside, update=update)
+    compiled = Compiled(
+        "units", units=units, sends=CollectiveTotals(each=1e4), overheads=beside, update=update
+    )
     step = Prediction(
         1.0, 1.0, 0.0, seconds=2.0, tokens=64, tokens_per_second=1.0, mfu=0.25e-3, lower_bound=False
     )
@@ -441,7 +443,7 @@ def test_where_nothing_fits_options_are_told_that_would_make_it_fit(monkeypatch,
         found = answer(request.plan, request.compile, memory=GIB)
         if request.hints:
             asked.append(request.plan)
-            remedy = Remedy("--remat all", GIB // 2, "layers are computed again")
+            remedy = MemorySaving("--remat all", GIB // 2, "layers are computed again")
             found = dataclasses.replace(found, memory=dataclasses.replace(found.memory, remedies=(remedy,)))
         return found
 

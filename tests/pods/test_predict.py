@@ -13,9 +13,9 @@ from dualpipe_jax.inspect.rates import Rates
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.pods import ahead, predict
 from dualpipe_jax.pods.costs import rank_costs, stage_costs, unit_costs
-from dualpipe_jax.pods.kept import Kept
 from dualpipe_jax.pods.program import Blueprint
 from dualpipe_jax.pods.results import Unit
+from dualpipe_jax.pods.stage_memory import StageMemory
 from dualpipe_jax.pods.units import (
     bodies_of,
     cycles_of,
@@ -93,7 +93,7 @@ def test_a_step_in_ticks_takes_no_less_than_in_the_ideal_order():
 def test_schedules_are_ranked_and_those_that_do_not_fit_say_so():
     costs, unsplit = CostModel(1, 1, 1, FB=2.2), CostModel(1, 1.2, 0.6, FB=2.2)
     sizes = MemoryModel(parameters=1 << 30, fixed=2 << 30)
-    kept = Kept((0,) * 4, ("F",), (("FI",),), (1 << 30,), 0, CostModel())
+    kept = StageMemory((0,) * 4, ("F",), (("FI",),), (1 << 30,), 0, CostModel())
 
     def ranks(num_ranks, microbatches, limit):
         def price(schedule, costs):

@@ -9,7 +9,7 @@ from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import Plan, ahead, predict, step_time
 from dualpipe_jax.pods.dryrun import draw
 from dualpipe_jax.pods.readings import exposed_by_tick
-from dualpipe_jax.pods.results import Compiled, Overheads, Part, Prediction, Shares, Unit
+from dualpipe_jax.pods.results import CollectiveTotals, Compiled, Overheads, Part, Prediction, Unit
 from dualpipe_jax.schedule import dualpipe, gpipe, lower, one_f_one_b
 from tests.pods.test_predict import keyed
 from tests.pods.whole_backwards import WholeBackwards
@@ -23,7 +23,7 @@ BLOCKS = "tests.pods.own_program:blocks"
 def predicted(units, schedule="dualpipe", layers=2, **more):
     plan = Plan(BLOCKS, layers, schedule=schedule, pp=2, ep=2, microbatches=8, microbatch_size=4)
     found = keyed({name: Unit(cycles, cycles, 0.0, 0.0, 0) for name, cycles in units.items()})
-    compiled = Compiled("units", units=found, sends=Shares(each=1e4), **more)
+    compiled = Compiled("units", units=found, sends=CollectiveTotals(each=1e4), **more)
     return step_time.predict_step(compiled, draw(plan, TARGET, None), plan, TARGET.device)
 
 

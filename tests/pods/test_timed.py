@@ -19,7 +19,7 @@ from dualpipe_jax.pods.dryrun import answer, draw
 from dualpipe_jax.pods.plain import filled, plain
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Compiled
-from dualpipe_jax.pods.timed import FEWER, FRESH, IDLE, UPDATE, Rehearsal, Spent
+from dualpipe_jax.pods.timed import FIRST_TOUCH, IDLE, IDLE_FEW, UPDATE, CpuTime, TickRunner
 from dualpipe_jax.schedule import CostModel, lower, one_f_one_b
 from dualpipe_jax.schedule.lowering.alone import unit_everywhere
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
@@ -41,15 +41,15 @@ def test_units_of_rounds_by_hand(monkeypatch):
     seconds = {("F", "first"): 1.0, ("F", "last"): 2.0, ("B", "first"): 3.0, ("B", "last"): 5.0}
     kinds = {0: "first", 1: "last"}
     found = {
-        IDLE: Spent(3 + 10 * 0.5, 10),
-        FEWER: Spent(3 + 4 * 0.5, 4),
-        UPDATE: Spent(8.0, 0),
-        FRESH: Spent(1.0, 0),
+        IDLE: CpuTime(3 + 10 * 0.5, 10),
+        IDLE_FEW: CpuTime(3 + 4 * 0.5, 4),
+        UPDATE: CpuTime(8.0, 0),
+        FIRST_TOUCH: CpuTime(1.0, 0),
     }
     for number, unit in enumerate(table.units):
         (stand,) = (stand for stand in unit[1:] if stand is not None)
-        found[number] = Spent(3 + 6 * (0.5 + seconds[unit.op, kinds[stand.kind]]), 6)
-    odd = {number: Spent(2 * spent.cores, spent.ticks) for number, spent in found.items()}
+        found[number] = CpuTime(3 + 6 * (0.5 + seconds[unit.op, kinds[stand.kind]]), 6)
+    odd = {number: CpuTime(2 * spent.seconds, spent.ticks) for number, spent in found.items()}
     read = timed.read(table, drawn, [found, odd, found], {})
     # A rank's two devices keep both cores busy, so a unit of 2 core seconds takes one on the clock.
     assert read.units[UnitKey("F")].cycles == pytest.approx(2.0 / 2 * 1e9), (
@@ -67,8 +67,8 @@ def test_two_cores_run_two_ranks_of_one_device_at_once(monkeypatch):
     monkeypatch.setattr(timed, "num_cores", lambda: 2)
     drawn = draw(dataclasses.replace(PLAN, ep=1, microbatch_size=2), TARGET, jax.devices()[:2])
     table = drawn.pipeline.table(drawn.params, drawn.batch)
-    found = {number: Spent(2.0, 2) for number in timed.table_units(table)}
-    found |= {IDLE: Spent(0, 9), FEWER: Spent(0, 4), FRESH: Spent(0, 0)}
+    found = {number: CpuTime(2.0, 2) for number in timed.table_units(table)}
+    found |= {IDLE: CpuTime(0, 9), IDLE_FEW: CpuTime(0, 4), FIRST_TOUCH: CpuTime(0, 0)}
     read = timed.read(table, drawn, [found], {})
     assert read.at_once == 2 and read.update is None
     assert read.units[UnitKey("F")].cycles == 1e9, "of one rank, which one core works for"
@@ -84,12 +84,12 @@ def test_each_stage_of_a_v_is_priced_by_its_own_depth(monkeypatch):
     seconds = {"first": (2.0, 1.0, 2.0), "last": (5.0, 6.0, 5.0)}
     seconds |= {"middle_2": (6.0, 7.0, 8.0), "middle_1": (3.0, 4.0, 4.0)}
     names = ["first", "middle_2", "middle_2", "middle_1", "middle_1", "middle_1", "middle_1", "last"]
-    found = {IDLE: Spent(0.0, 10), FEWER: Spent(0.0, 4), FRESH: Spent(0.0, 0)}
+    found = {IDLE: CpuTime(0.0, 10), IDLE_FEW: CpuTime(0.0, 4), FIRST_TOUCH: CpuTime(0.0, 0)}
     for number, unit in enumerate(table.units):
         (stand,) = (stand for stand in unit[1:] if stand is not None)
         each = seconds[names[table.keeps.kind_of.index(stand.kind)]]["FIW".index(unit.op)]
         ranks = {rank for rank in range(4) if (table.column("unit")[:, rank] == number).any()}
-        found[number] = Spent(6 * each * len(ranks), 6)
+        found[number] = CpuTime(6 * each * len(ranks), 6)
     read = timed.read(table, drawn, [found], {})
     assert read.units[UnitKey("F")].cycles == pytest.approx(3.0 / 2 * 1e9), (
         "of most stages, not of the deepest"
@@ -122,22 +122,22 @@ def test_a_tick_is_rehearsed_as_often_as_is_said():
     table = drawn.pipeline.table(drawn.params, drawn.batch)
     (forward,) = (n for n, unit in enumerate(table.units) if unit.op == "F" and unit.forward.kind == 1)
     tick = unit_everywhere(table, forward)
-    rehearsal = Rehearsal(drawn, np.stack([tick, tick]))
-    once = float(rehearsal.run(tick, 1)[0])
-    assert once > 0 and rehearsal.run(tick, 0)[0] == once
-    assert rehearsal.run(tick, 5)[0] == pytest.approx(6 * once, rel=1e-5)
-    rehearsal.open()
-    assert rehearsal.run(tick, 0)[0] == pytest.approx(8 * once, rel=1e-5)
+    runner = TickRunner(drawn, np.stack([tick, tick]))
+    once = float(runner.run(tick, 1)[0])
+    assert once > 0 and runner.run(tick, 0)[0] == once
+    assert runner.run(tick, 5)[0] == pytest.approx(6 * once, rel=1e-5)
+    runner.fill_slots()
+    assert runner.run(tick, 0)[0] == pytest.approx(8 * once, rel=1e-5)
 
 
 def test_what_is_rehearsed_in_the_tables_order_is_the_step():
     """So a unit finds in its slots what the units before it left, as it does in a step."""
     drawn = blueprint(schedule="dualpipe")
     table = drawn.pipeline.table(drawn.params, drawn.batch)
-    rehearsal = Rehearsal(drawn, table.array)
-    rehearsal.open()
-    objective, gradients, _ = rehearsal.run(table.array[0], 0)
-    params, batch = timed.made_up((drawn.params, drawn.batch))
+    runner = TickRunner(drawn, table.array)
+    runner.fill_slots()
+    objective, gradients, _ = runner.run(table.array[0], 0)
+    params, batch = timed.random_arrays((drawn.params, drawn.batch))
     (wanted, _), wanted_gradients = drawn.pipeline.value_and_grad(params, batch)
     assert objective == wanted
     chex.assert_trees_all_equal(
@@ -149,12 +149,12 @@ def test_what_is_rehearsed_in_the_tables_order_is_the_step():
 def test_memory_takes_longer_the_first_time(monkeypatch):
     took = []
 
-    def spend(call):
+    def cpu_time(call):
         took.append(call())
-        return Spent(3.0 if len(took) % 2 else 1.0, 0)
+        return CpuTime(3.0 if len(took) % 2 else 1.0, 0)
 
-    monkeypatch.setattr(timed, "spend", spend)
-    assert timed.first_touch(2**20).cores == 2 and timed.first_touch(0).cores == 2
+    monkeypatch.setattr(timed, "cpu_time", cpu_time)
+    assert timed.first_touch(2**20).seconds == 2 and timed.first_touch(0).seconds == 2
     assert len(took) == 4, "written once and again"
 
 
@@ -162,12 +162,12 @@ def test_a_program_is_timed_and_its_step_predicted(monkeypatch):
     """By a clock of its own, for a busy machine's may say that a tick takes no time."""
     column = lower(one_f_one_b(2, 4)).columns.index("unit")
 
-    def spend(call, ticks=0):
+    def cpu_time(call, ticks=0):
         jax.block_until_ready(call())
         busy = ticks and (call.args[0][:, column] >= 0).sum()
-        return Spent(0.3 + ticks * (0.01 + 0.2 * busy), ticks)
+        return CpuTime(0.3 + ticks * (0.01 + 0.2 * busy), ticks)
 
-    monkeypatch.setattr(timed, "spend", spend)
+    monkeypatch.setattr(timed, "cpu_time", cpu_time)
     monkeypatch.setattr(timed, "ROUNDS", 2)
     said = []
     request = Request(PLAN, "cpu:4", "units")

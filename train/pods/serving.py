@@ -21,7 +21,7 @@ from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.pods import ahead
 from dualpipe_jax.pods.dryrun import compile_ahead, describe, platform_of
 from dualpipe_jax.pods.plan import Plan
-from dualpipe_jax.pods.readings import read, shares
+from dualpipe_jax.pods.readings import read, totals
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer, Compiled
 from dualpipe_jax.pods.units import unit_of
@@ -195,7 +195,7 @@ def compile_and_read(
     )
     units = {UnitKey(step.what): unit_of(report, module, module.entry)}
     # Not the last all-to-all: in a whole model the next layer, or the head, follows it.
-    followed = shares(report.select("all-to-all")[:-1])
+    followed = totals(report.select("all-to-all")[:-1])
     return dataclasses.replace(found, all_to_alls=tuple(named), units=units, followed=followed)
 
 

@@ -44,7 +44,7 @@ def counted(name):
 def count(plan):
     blueprint = draw(plan, None, None)
     share = plain(ahead.rank_memory(blueprint))
-    return weigh(ahead.memory_by_kind(blueprint), None, None, share, ahead.kept_of(blueprint))
+    return weigh(ahead.memory_by_kind(blueprint), None, None, share, ahead.stage_memory_of(blueprint))
 
 
 @pytest.mark.parametrize("alike", [ONE_A_RANK, TWO_A_RANK], ids=["one stage a rank", "two"])
@@ -73,7 +73,7 @@ def test_slots_of_two_pools_are_there_though_they_are_not_full_at_once():
 
 def test_twice_the_tokens_take_twice_the_slots():
     wide = dataclasses.replace(plan_of("dualpipe"), microbatch_size=2 * PLAN.microbatch_size)
-    told, own = counted("dualpipe").kept.scaled(2), ahead.kept_of(draw(wide, None, None))
+    told, own = counted("dualpipe").kept.scaled(2), ahead.stage_memory_of(draw(wide, None, None))
     assert told.boundary == own.boundary
     assert told.sizes == pytest.approx(own.sizes, rel=0.02, abs=64), (
         "numbers of tokens by expert stay as many"

@@ -13,7 +13,7 @@ from dualpipe_jax.schedule.lowering.ticks import place
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class StageMemory:
     """The values that stages of each kind keep of a microbatch, and their bytes.
 
     Attributes:
@@ -33,18 +33,18 @@ class Kept:
     boundary: float
     placed: CostModel
 
-    def by_most(self, life: str) -> float:
+    def of_most_stages(self, life: str) -> float:
         """Bytes that a stage keeps for the lifetime ``life``, such as "FW". The stage is of the most frequent kind."""
         usual = max(sorted(set(self.kind_of)), key=self.kind_of.count)
         return sum(size for size, own in zip(self.sizes, self.lives, strict=True) if own[usual] == life)
 
-    def scaled(self, tokens: float) -> "Kept":
+    def scaled(self, tokens: float) -> "StageMemory":
         """The same for microbatches with ``tokens`` times as many tokens on a device."""
         sizes = tuple(size * tokens for size in self.sizes)
         return dataclasses.replace(self, sizes=sizes, boundary=self.boundary * tokens)
 
 
-def set_aside(schedule: Schedule, kept: Kept, share: MemoryModel) -> float:
+def reserved_bytes(schedule: Schedule, kept: StageMemory, share: MemoryModel) -> float:
     """Bytes of a device that the engine sets aside for a schedule: slots of every pool, and what it always holds.
 
     Each pool has the same number of slots on all ranks, the largest that any rank needs, for all ranks run
