@@ -64,7 +64,7 @@ class Search:
         else:
             self._consider_by_bounds(cases, wanted, shards)
         self.left = wanted.moves
-        while self.left and (better := planner.moved(self.prices, self.choices, cases)) is not None:
+        while self.left and (better := planner.move_layers(self.prices, self.choices, cases)) is not None:
             if not self._clock.lasts(better):
                 print("no layers are moved between stages: no CPU minutes left", file=sys.stderr)
                 break
@@ -76,7 +76,7 @@ class Search:
     def _consider_in_order(self, cases: Sequence[Case], wanted: Wanted, shards: Sequence[Shard]) -> None:
         for number, case in enumerate(cases, start=1):
             self.left = len(cases) - number + 1
-            if vain := planner.cut_in_vain(case, cases, self.answers.layers):
+            if vain := planner.refuse_surplus_stages(case, cases, self.answers.layers):
                 self.choices += vain
             elif self._is_told_apart(case.plan, wanted):
                 if number > 1 and not self._clock.lasts(case):
@@ -84,7 +84,7 @@ class Search:
                     continue
                 error = self.consider(case, shards, f"case {number} of {len(cases)}")
                 if number == 1:
-                    self.answers.raise_if_shared(error, planner.shared(cases[-1].plan, shards[0]))
+                    self.answers.raise_if_shared(error, planner.with_shard(cases[-1].plan, shards[0]))
                 self._say_best()
 
     def _consider_by_bounds(self, cases: Sequence[Case], wanted: Wanted, shards: Sequence[Shard]) -> None:
@@ -92,22 +92,22 @@ class Search:
         bounds = Bounds(cases)
         self._count_one_of_each(bounds, wanted, shards)
         for case in cases:
-            if vain := planner.cut_in_vain(case, cases, self.answers.layers):
+            if vain := planner.refuse_surplus_stages(case, cases, self.answers.layers):
                 self.choices += vain
-                bounds.leave_out(case)
-        for cut in dict.fromkeys(Cut.of(case.plan) for case in bounds.open()):
+                bounds.remove(case)
+        for cut in dict.fromkeys(Cut.of(case.plan) for case in bounds.open_cases()):
             if not bounds.is_counted(cut):
                 self.choices += bounds.cannot_fit(cut)
         self._say_bounds(bounds)
         tried: set[Case] = set()
-        while open_cases := [case for case in bounds.open() if case not in tried]:
+        while open_cases := [case for case in bounds.open_cases() if case not in tried]:
             self.left = len(open_cases)
             shorter = [case for case in open_cases if bounds.seconds(case) < self.shortest]
             # The first is compiled in any event: counting may have taken all minutes.
             able = list(filter(self._clock.lasts, shorter)) if tried else shorter
             if not able:
                 break
-            case = bounds.next(able)
+            case = bounds.choose_next(able)
             if not bounds.is_counted(Cut.of(case.plan)):
                 self._count(bounds, [Cut.of(case.plan)], shards)
                 continue
@@ -116,7 +116,7 @@ class Search:
             title = f"at least {bounds.seconds(case):.4g} s, {how_many(len(shorter) - 1, 'case')} left"
             self.consider(case, shards, title, bounds)
             for prices in self.prices[known:]:
-                bounds.learn(prices)
+                bounds.add_prices(prices)
             self._say_best()
         for case in open_cases:
             longer = bounds.seconds(case) >= self.shortest
@@ -134,8 +134,8 @@ class Search:
         while True:
             left: dict[str, Cut] = {}  # one of a dispatch at once: of one that does not fit others follow
             for cut in bounds.cuts():
-                known = cut in tried or bounds.knows(cut)
-                if not known and self._is_told_apart(bounds.standing_for(cut), wanted):
+                known = cut in tried or bounds.is_known(cut)
+                if not known and self._is_told_apart(bounds.representative(cut), wanted):
                     left.setdefault(cut.dispatch, cut)
             # The first alone, for it tells whether ways to the experts differ, and what all cuts have wrong.
             cuts = list(left.values())[: None if tried else 1]
@@ -144,16 +144,18 @@ class Search:
             errors = self._count(bounds, cuts, shards)
             if not tried:
                 self.answers.raise_if_shared(
-                    errors[0], planner.shared(bounds.standing_for(bounds.cuts()[-1]), shards[0])
+                    errors[0], planner.with_shard(bounds.representative(bounds.cuts()[-1]), shards[0])
                 )
             tried += cuts
             for cut, error in zip(cuts, errors, strict=True):
                 alike = [other for other in bounds.cuts() if (other.dp, other.pp) == (cut.dp, cut.pp)]
-                if self.answers.is_shared(error, planner.shared(bounds.standing_for(alike[-1]), shards[0])):
+                if self.answers.is_shared(
+                    error, planner.with_shard(bounds.representative(alike[-1]), shards[0])
+                ):
                     gone = [
                         other
                         for other in alike
-                        if other not in tried and self._is_told_apart(bounds.standing_for(other), wanted)
+                        if other not in tried and self._is_told_apart(bounds.representative(other), wanted)
                     ]
                     self.choices += [
                         Choice(own, refused=str(error)) for each in gone for own in bounds.refuse(each)
@@ -170,17 +172,17 @@ class Search:
             known = bounds.cannot_fit(cut)
             self.choices += known
             if not known:
-                plans[cut] = bounds.standing_for(cut)
+                plans[cut] = bounds.representative(cut)
         errors: dict[Cut, Exception] = {}
-        shared = (planner.shared(plan, shards[-1]) for plan in plans.values())
+        shared = (planner.with_shard(plan, shards[-1]) for plan in plans.values())
         for (cut, plan), counted in zip(plans.items(), self.answers.count_at_once(shared), strict=True):
             if isinstance(counted, Exception):
                 self.choices += [Choice(own, refused=_why(counted)) for own in bounds.refuse(cut)]
                 errors[cut] = counted
                 continue
-            self.choices += bounds.take(cut, counted)
+            self.choices += bounds.add_counts(cut, counted)
             name = f"{layout_of(plan)}, {plan.batch} sequences, remat {plan.remat}, {plan.dispatch}"
-            print(f"{name}: {bounds.words(cut)}", file=sys.stderr)
+            print(f"{name}: {bounds.summary(cut)}", file=sys.stderr)
         return list(map(errors.get, cuts))
 
     def _is_told_apart(self, plan: Plan, wanted: Wanted) -> bool:
@@ -195,7 +197,7 @@ class Search:
 
     def _say_bounds(self, bounds: Bounds) -> None:
         """What is known before anything is compiled, which takes long."""
-        cases = bounds.open()
+        cases = bounds.open_cases()
         if not cases:
             print("no case fits", file=sys.stderr)
             return
@@ -242,26 +244,27 @@ class Search:
         plans: Sequence[Plan] = case.plans
         try:
             most = shards[-1]
-            counts = {most: self.answers.ask(planner.shared(case.plan, most), "nothing", title)}
-            fit, done = planner.counted(case, counts)
+            counts = {most: self.answers.ask(planner.with_shard(case.plan, most), "nothing", title)}
+            fit, done = planner.split_by_count(case, counts)
             if fit and len(shards) > 1:
                 less = {
-                    s: self.answers.ask(planner.shared(case.plan, s), "nothing", title) for s in shards[:-1]
+                    s: self.answers.ask(planner.with_shard(case.plan, s), "nothing", title)
+                    for s in shards[:-1]
                 }
                 counts = less | counts
-                fit, done = planner.counted(case, counts)
+                fit, done = planner.split_by_count(case, counts)
             prices = None
             for shard in self._roomy_first(case, fit, counts, bounds):
                 count = counts[shard]
                 plans = [plan for plan in fit if plan.shard == shard]
-                if not planner.worth(plans, done, prices):
+                if not planner.is_worth_compiling(plans, done, prices):
                     continue
                 priced = any(not choice.refused for choice in done)
                 if prices and priced and not self._clock.lasts(case):
                     least = min(plans, key=prices.ticks)
                     self.excluded.append(Excluded(least, prices.ticks(least), _NO_MINUTES))
                     break
-                standing = planner.standing_for(plans)
+                standing = planner.representative(plans)
                 if bounds and not self.prices:
                     self._say_estimate(standing, title)
                 if self.answers.is_timed and count.memory is not None:

@@ -47,19 +47,19 @@ def _least_dropless(answers: Answers, wanted: Wanted) -> tuple[str, float]:
     cut, last = bounds.cuts()[0], bounds.cuts()[-1]
     try:
         counted = answers.ask(
-            planner.shared(bounds.standing_for(cut), most), "nothing", "room at the experts"
+            planner.with_shard(bounds.representative(cut), most), "nothing", "room at the experts"
         )
     except (Died, CommandError) as error:
-        answers.raise_if_shared(error, planner.shared(bounds.standing_for(last), most))
+        answers.raise_if_shared(error, planner.with_shard(bounds.representative(last), most))
         return "", 0.0  # told of the case whose turn it is
     if counted.memory is None or counted.memory.limit is None or not answers.dispatches:
         return "", 0.0
-    bounds.take(cut, counted)
-    if needs := bounds.too_much(cut):
+    bounds.add_counts(cut, counted)
+    if needs := bounds.why_none_fits(cut):
         return needs, 0.0
     if not counted.products:  # units are timed, so nothing says beforehand how long they take
         return "", 0.0
-    return "", min(bounds.seconds(case) for case in bounds.cases[cut] if case in bounds.open())
+    return "", min(bounds.seconds(case) for case in bounds.cases[cut] if case in bounds.open_cases())
 
 
 _FAR = 2.0

@@ -50,10 +50,11 @@ def account_of(
 
     Parts, in this order:
       the program's operations at the peak; then the further operations of all matrix products at the peak, by
-      purpose: recomputation: operations of backwards beyond twice the forward's. capacity not filled:
-      operations on experts' room beyond an even load. operations that the program does not count: operations
-      of forwards beyond the program's count, and twice as many
-        for their backwards: on empty places, and attention over what a causal mask hides.
+        purpose:
+      recomputation: operations of backwards beyond twice the forward's.
+      capacity not filled: operations on experts' room beyond an even load.
+      operations that the program does not count: operations of forwards beyond the program's count, and twice as
+        many for their backwards: on empty places, and attention over what a causal mask hides.
       matrix units not full: the time of instructions with matrix products, with all that the compiler has
         fused to them, beyond the time of their operations at the peak.
       no matrix product: all other work.

@@ -20,10 +20,10 @@ from dualpipe_jax.pods.planner import (
     Choice,
     Prices,
     layout_of,
+    memory_message,
     needed,
     num_stages,
     schedule_of,
-    too_much,
 )
 from dualpipe_jax.pods.results import Answer
 from dualpipe_jax.schedule import Action, CostModel, Op, Placement, Slot, simulate
@@ -196,7 +196,7 @@ class Bounds:
         self._factors: dict[tuple[str, str, float], dict[str, float]] = {}
         self._by_cut: dict[Cut, StepBound] = {}
         self._by_policy: dict[tuple[str, str], StepBound] = {}  # by dispatch and remat
-        self._too_much: dict[Cut, str] = {}
+        self._why_none_fits: dict[Cut, str] = {}
         self._may_fit: dict[Case, list[Plan]] = {}
         self._beyond: dict[tuple[str, str], float] = {}  # by dispatch and remat
         self._cached_bound = functools.cache(self._bound)
@@ -205,44 +205,46 @@ class Bounds:
         """The cuts in the order in which to count them: by least kept memory, fewest sequences, then most ranks."""
         return sorted(self.cases, key=lambda cut: (-REMATS.index(cut.remat), cut.microbatch_size, -cut.pp))
 
-    def standing_for(self, cut: Cut) -> Plan:
+    def representative(self, cut: Cut) -> Plan:
         """The plan that is counted for a cut: one with the fewest stages."""
         plans = (case.plan for case in self.cases[cut])
         return min(plans, key=num_stages)
 
-    def knows(self, cut: Cut) -> bool:
+    def is_known(self, cut: Cut) -> bool:
         """Whether the work of a cut is known, from its own count or from another cut's."""
         return self._counted_for(cut) is not None
 
     def is_counted(self, cut: Cut) -> bool:
         return cut in self._by_cut
 
-    def take(self, cut: Cut, counted: Answer) -> list[Choice]:
+    def add_counts(self, cut: Cut, counted: Answer) -> list[Choice]:
         """Store the counts of a cut, and return its plans that cannot fit.
 
         The memory of plans with as many stages as the counted one is exact, that of others approximate; so
         plans that exceed the limit by less than 3 % may still fit.
 
-        Args: cut: a cut. counted: the answer with the counts of ``standing_for(cut)``, with the last
-          ``shard`` that may be chosen.
+        Args:
+          cut: the cut.
+          counted: the answer with the counts of ``representative(cut)``, with the last ``shard`` that may be
+            chosen.
         """
         assert counted.memory is not None and counted.memory.limit is not None
-        plan, limit, refused = self.standing_for(cut), counted.memory.limit, []
+        plan, limit, refused = self.representative(cut), counted.memory.limit, []
         self._by_cut[cut] = StepBound(plan, counted)
         self._by_policy.setdefault((cut.dispatch, cut.remat), self._by_cut[cut])
         for case in self.cases[cut]:
             sizes = {own: needed(own, counted.memory) for own in case.plans}
             self._may_fit[case] = [own for own, size in sizes.items() if size <= _COUNT_TOLERANCE * limit]
             if not self._may_fit[case]:
-                why = {own: too_much(size, limit, "counted") for own, size in sizes.items()}
+                why = {own: memory_message(size, limit, "counted") for own, size in sizes.items()}
                 refused += [Choice(own, memory=sizes[own], refused=why[own]) for own in case.plans]
         if not any(map(self._may_fit.get, self.cases[cut])):
-            self._too_much[cut] = min(refused, key=lambda choice: choice.memory or 0.0).refused
+            self._why_none_fits[cut] = min(refused, key=lambda choice: choice.memory or 0.0).refused
         return refused
 
     def cannot_fit(self, cut: Cut) -> list[Choice]:
         """The plans of a cut that cannot fit, as counts of other cuts show; empty if some plan may fit."""
-        for less, why in self._too_much.items():
+        for less, why in self._why_none_fits.items():
             if cut.needs_no_less(less):
                 words = f"not counted: remat {less.remat} of {less.microbatch_size} sequences {why}"
                 return [Choice(plan, refused=words) for plan in self.refuse(cut)]
@@ -256,11 +258,11 @@ class Bounds:
             like += f" of remat {alike.plan.remat}"
         self.refuse(cut)
         return [
-            Choice(plan, memory=size, refused=f"{too_much(size, limit, 'about')}, {like}")
+            Choice(plan, memory=size, refused=f"{memory_message(size, limit, 'about')}, {like}")
             for plan, (size, limit) in about.items()
         ]
 
-    def leave_out(self, case: Case) -> None:
+    def remove(self, case: Case) -> None:
         """Remove a case that is not possible."""
         self.cases[Cut.of(case.plan)].remove(case)
 
@@ -270,13 +272,13 @@ class Bounds:
             self._may_fit[case] = []
         return [plan for case in self.cases[cut] for plan in case.plans]
 
-    def too_much(self, cut: Cut) -> str:
+    def why_none_fits(self, cut: Cut) -> str:
         """What the smallest plan of a counted cut needs, in words, if no plan fits; empty if one may fit."""
-        return self._too_much.get(cut, "")
+        return self._why_none_fits.get(cut, "")
 
-    def words(self, cut: Cut) -> str:
+    def summary(self, cut: Cut) -> str:
         """A counted cut in words: how many cases may fit, with the smallest bounds; or, if none fits, what it needs."""
-        if needs := self.too_much(cut):
+        if needs := self.why_none_fits(cut):
             return needs
         fit = [case for case in self.cases[cut] if self._may_fit[case]]
         size = min(map(self.memory, fit)) / 2**30
@@ -288,12 +290,12 @@ class Bounds:
         least = self._by_cut[Cut.of(case.plan)]
         return min(least.memory(plan)[0] for plan in self._may_fit[case])
 
-    def open(self) -> list[Case]:
+    def open_cases(self) -> list[Case]:
         """The cases whose work is known and that have some plan that may fit."""
-        known = [case for cut, cases in self.cases.items() if self.knows(cut) for case in cases]
+        known = [case for cut, cases in self.cases.items() if self.is_known(cut) for case in cases]
         return [case for case in known if self._may_fit.get(case, case.plans)]
 
-    def next(self, cases: Sequence[Case]) -> Case:
+    def choose_next(self, cases: Sequence[Case]) -> Case:
         """Choose the next case to compile: the smallest bound among those that probably fit or were not counted.
 
         If there are none of these, it is chosen from all. Differences below the margin are not significant:
@@ -343,7 +345,7 @@ class Bounds:
         usual = min(self._beyond.values(), default=(1 - _COUNTED_PART) * limit)
         return limit - self._beyond.get((case.plan.dispatch, case.plan.remat), usual)
 
-    def learn(self, prices: Prices) -> None:
+    def add_prices(self, prices: Prices) -> None:
         """Take what a compiled case shows about others.
 
         Units of the same size or smaller come no nearer to their products' time than these. Programs of the

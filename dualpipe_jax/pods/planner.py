@@ -4,8 +4,8 @@ Units are compiled for each *case*: everything that decides what a stage's funct
 the same placement of stages, numbers of microbatches and limits of stashes differ in simulation alone. What
 ``Plan.shard`` divides hardly changes units; it changes the update and the work outside ticks, such as gathers
 of parameters. So a case is compiled with the least sharding that any of its plans needs, and again with more
-where that could make a step shorter; see ``worth``. Layers are first where the program puts them, then where
-the costs of its stages suggest; see ``moved``.
+where that could make a step shorter; see ``is_worth_compiling``. Layers are first where the program puts them,
+then where the costs of its stages suggest; see ``move_layers``.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ class Wanted:
       schedules, remats, dispatches, stashes, shards: the values to choose from.
       stages_per_rank: the numbers of stages to try for interleaved schedules; empty: their default.
       moves: the number of further cases, with layers moved between stages, that may be compiled; see
-        ``moved``.
+        ``move_layers``.
     """
 
     base: Plan
@@ -175,10 +175,10 @@ def _make_case(plans: list[Plan], stashes: Iterable[int | None]) -> Case:
             if orders not in seen:
                 seen.add(orders)
                 all_plans.append(limited)
-    return Case(standing_for(all_plans), tuple(all_plans))
+    return Case(representative(all_plans), tuple(all_plans))
 
 
-def cut_in_vain(case: Case, cases: Iterable[Case], layers: int) -> list[Choice]:
+def refuse_surplus_stages(case: Case, cases: Iterable[Case], layers: int) -> list[Choice]:
     """The plans of a case, as refused, if it cuts ranks into more stages than layers where fewer stages are enough.
 
     Args:
@@ -208,7 +208,7 @@ def num_stages(plan: Plan) -> int:
     return schedule_of(plan).placement.num_model_stages
 
 
-def standing_for(plans: Iterable[Plan]) -> Plan:
+def representative(plans: Iterable[Plan]) -> Plan:
     """The plan whose schedule runs most kinds of units; among several, the one with the fewest stashes.
 
     Few stashes, because units that do not fit in memory are compiled to slower ones that compute again, or
@@ -243,11 +243,11 @@ def layout_of(plan: Plan) -> str:
     return ("" if plan.dp == 1 else f"{plan.dp} x ") + f"{plan.pp} x {plan.ep}"
 
 
-def shared(plan: Plan, shard: Shard) -> Plan:
+def with_shard(plan: Plan, shard: Shard) -> Plan:
     return dataclasses.replace(plan, shard=shard)
 
 
-def counted(case: Case, counts: Mapping[Shard, Answer]) -> tuple[list[Plan], list[Choice]]:
+def split_by_count(case: Case, counts: Mapping[Shard, Answer]) -> tuple[list[Plan], list[Choice]]:
     """Separate the plans of a case that may fit by counts alone from those that cannot. Nothing is compiled.
 
     Args:
@@ -256,13 +256,13 @@ def counted(case: Case, counts: Mapping[Shard, Answer]) -> tuple[list[Plan], lis
     """
     fit, refused = [], []
     for plan, shard in itertools.product(case.plans, counts):
-        own, memory = shared(plan, shard), counts[shard].memory
+        own, memory = with_shard(plan, shard), counts[shard].memory
         assert memory is not None and memory.limit is not None
         size = needed(own, memory)
         if at_most(size, memory.limit):
             fit.append(own)
         else:
-            refused.append(Choice(own, memory=size, refused=too_much(size, memory.limit, "counted")))
+            refused.append(Choice(own, memory=size, refused=memory_message(size, memory.limit, "counted")))
     return fit, refused
 
 
@@ -309,7 +309,7 @@ class Prices:
         """Predict time and memory of plans with the same ``shard`` as the compiled units.
 
         Args:
-          plans: plans that may fit; see ``counted``.
+          plans: plans that may fit; see ``split_by_count``.
           count: the answer with the counts of the case's plan, with the same ``shard``.
         """
         assert count.memory is not None
@@ -321,7 +321,7 @@ class Prices:
         found, limit = [], self.target.memory
         for plan in plans:
             size = needed(plan, count.memory) + self.beyond
-            refused = "" if at_most(size, limit) else too_much(size, limit, "compiled")
+            refused = "" if at_most(size, limit) else memory_message(size, limit, "compiled")
             seconds = self.ticks(plan) + rest
             found.append(Choice(plan, least / seconds, seconds, size, refused))
         return found
@@ -341,7 +341,7 @@ GAIN = 0.99
 """The ratio to the best step's time: a case whose estimated step is not below it is not worth a compilation."""
 
 
-def moved(compiled: Sequence[Prices], choices: Iterable[Choice], tried: Iterable[Case]) -> Case | None:
+def move_layers(compiled: Sequence[Prices], choices: Iterable[Choice], tried: Iterable[Case]) -> Case | None:
     """The case with the shortest estimated step after layers are moved between its stages.
 
     The estimate scales the best plan of each compiled case by the ratio that ``moved_layers`` returns. None
@@ -357,7 +357,7 @@ def moved(compiled: Sequence[Prices], choices: Iterable[Choice], tried: Iterable
     shortest, known, promised = min(able.values(), default=0.0), set(tried), []
     for prices in compiled:
         known.add(_with_layers(prices.case, prices.layers))
-        mine = [plan for own in prices.case.plans if (plan := shared(own, prices.shard)) in able]
+        mine = [plan for own in prices.case.plans if (plan := with_shard(own, prices.shard)) in able]
         if not mine or not prices.layers or not prices.compiled.units.keys() >= _END_FORWARDS:
             continue
         best = min(mine, key=able.__getitem__)
@@ -373,23 +373,23 @@ def _with_layers(case: Case, layers: tuple[int, ...]) -> Case:
     return Case(plan, tuple(plans))
 
 
-def worth(plans: Sequence[Plan], done: Iterable[Choice], prices: Prices | None) -> bool:
+def is_worth_compiling(plans: Sequence[Plan], done: Iterable[Choice], prices: Prices | None) -> bool:
     """Whether to compile a case's units again, with more sharding.
 
     They are, if one of the plans does not fit with less sharding and could be the shortest: its ticks alone
     are shorter than the shortest step of the case so far.
 
     Args:
-      plans: the plans with more sharding that may fit; see ``counted``.
+      plans: the plans with more sharding that may fit; see ``split_by_count``.
       done: the choices of the case so far, priced or refused.
       prices: the latest prices of the case; None if there are none.
     """
     able = [choice for choice in done if not choice.refused]
     if prices is None or not able:
         return bool(plans)
-    there = {shared(choice.plan, "nothing") for choice in able}
+    there = {with_shard(choice.plan, "nothing") for choice in able}
     shortest = min(choice.seconds or 0.0 for choice in able)
-    return any(shared(plan, "nothing") not in there and prices.ticks(plan) < shortest for plan in plans)
+    return any(with_shard(plan, "nothing") not in there and prices.ticks(plan) < shortest for plan in plans)
 
 
 def needed(plan: Plan, counted: Memory, tokens: float = 1.0) -> float:
@@ -408,7 +408,7 @@ def _reserved_bytes(order: StepOptions, kept: StageMemory, share: MemoryModel) -
     return reserved_bytes(_schedule(order), kept, share)
 
 
-def too_much(size: float, limit: float, how: str) -> str:
+def memory_message(size: float, limit: float, how: str) -> str:
     return f"needs {size / 2**30:.1f} GiB of {limit / 2**30:.1f}, {how}"
 
 
@@ -422,7 +422,7 @@ def ranked(choices: Iterable[Choice]) -> list[Choice]:
 
     def better(choice: Choice) -> bool:
         """Whether it is shorter than the same plan with less sharding."""
-        less = [shared(choice.plan, shard) for shard in SHARDS[: SHARDS.index(choice.plan.shard)]]
+        less = [with_shard(choice.plan, shard) for shard in SHARDS[: SHARDS.index(choice.plan.shard)]]
         return all(seconds[choice.plan] < seconds[plan] for plan in less if plan in seconds)  # type: ignore[operator]
 
     return sorted(filter(better, able), key=lambda c: (-(c.mfu or 0.0), c.plan.max_stash is not None))

@@ -149,9 +149,9 @@ def test_units_come_no_nearer_to_their_products_than_those_that_were_compiled():
     (case,), _ = planner.cases(wanted(schedules=("zb_h1",)), 8)
     bounds = Bounds([case])
     (cut,) = bounds.cuts()
-    assert not bounds.take(cut, answer(case.plan, "nothing"))
+    assert not bounds.add_counts(cut, answer(case.plan, "nothing"))
     before = bounds.seconds(case)
-    bounds.learn(planner.Prices(case, "nothing", answer(case.plan, "units")))
+    bounds.add_prices(planner.Prices(case, "nothing", answer(case.plan, "units")))
     ops = {"F", "I", "W", "B"}
     factors = bounds.factors(case.plan)
     assert factors == pytest.approx({op: MARGIN * CYCLES[op] / PRODUCTS[op] for op in ops})
@@ -161,7 +161,7 @@ def test_units_come_no_nearer_to_their_products_than_those_that_were_compiled():
     assert bounds.factors(more) == dict.fromkeys(ops, 1.0), "larger ones may, but do not take less time"
     slower = answer(case.plan, "units", cycles={op: 9 * CYCLES[op] for op in ops})
     now = bounds.seconds(case)
-    bounds.learn(planner.Prices(case, "nothing", slower))
+    bounds.add_prices(planner.Prices(case, "nothing", slower))
     assert bounds.seconds(case) == now, "the nearest counts"
 
 
@@ -169,8 +169,8 @@ def test_what_units_tell_of_larger_ones_of_longer_stages_and_of_another_remat():
     """Nine times as long as products: one twice as large takes no less time, so 4.5 times as long as its own."""
     (case,), _ = planner.cases(wanted(schedules=("zb_h1",), pp=(4,), tokens=16384), 8)
     bounds = Bounds([case])
-    assert not bounds.take(Cut.of(case.plan), answer(case.plan, "nothing"))
-    bounds.learn(
+    assert not bounds.add_counts(Cut.of(case.plan), answer(case.plan, "nothing"))
+    bounds.add_prices(
         planner.Prices(
             case, "nothing", answer(case.plan, "units", cycles={op: 9 * PRODUCTS[op] for op in "FBIW"})
         )
@@ -305,9 +305,9 @@ def test_the_shortest_stages_go_first_if_their_bound_is_nearly_as_good(half, fir
     bounds = Bounds(cases)
     for cut in bounds.cuts():
         work = {2: 1.0, 4: half}[cut.pp]
-        found = answer(bounds.standing_for(cut), "nothing")
-        bounds.take(cut, dataclasses.replace(found, products=products(work)))
-    assert bounds.next(bounds.open()).plan.pp == first
+        found = answer(bounds.representative(cut), "nothing")
+        bounds.add_counts(cut, dataclasses.replace(found, products=products(work)))
+    assert bounds.choose_next(bounds.open_cases()).plan.pp == first
 
 
 def found_by(seed, *, whole):
@@ -655,10 +655,10 @@ def test_what_by_another_cut_hardly_fits_is_not_passed_over_until_it_is_counted(
     cases, _ = planner.cases(wanted(tokens=4096, schedules=("1f1b",), per_device=(1, 8)), 8)
     bounds = Bounds(cases)
     one, eight = bounds.cuts()
-    bounds.take(one, answer(bounds.standing_for(one), "nothing"))
+    bounds.add_counts(one, answer(bounds.representative(one), "nothing"))
     (large,) = bounds.cases[eight]
     assert bounds._probably_fits(large) and bounds._counted_for(eight).memory(large.plan)[0] == 19 * GIB
-    bounds.take(eight, answer(bounds.standing_for(eight), "nothing", fixed=14 * GIB))
+    bounds.add_counts(eight, answer(bounds.representative(eight), "nothing", fixed=14 * GIB))
     assert not bounds._probably_fits(large)
 
 
@@ -666,11 +666,11 @@ def test_what_needs_far_more_by_another_cut_is_not_counted():
     cases, _ = planner.cases(wanted(tokens=4096, schedules=("1f1b",), per_device=(1, 8, 16)), 8)
     bounds = Bounds(cases)
     one, eight, sixteen = bounds.cuts()
-    assert not bounds.take(one, answer(bounds.standing_for(one), "nothing"))
+    assert not bounds.add_counts(one, answer(bounds.representative(one), "nothing"))
     assert not bounds.cannot_fit(eight), "19 GiB, about, may be 16"
     (why,) = (choice.refused for choice in bounds.cannot_fit(sixteen))
     assert why == "needs 35.0 GiB of 16.0, about, by those of 2 x 4 and 4 sequences"
-    assert [case.plan.microbatch_size for case in bounds.open()] == [4, 32]
+    assert [case.plan.microbatch_size for case in bounds.open_cases()] == [4, 32]
 
 
 def test_what_keeps_more_than_what_needs_far_more_is_not_counted():
@@ -678,11 +678,13 @@ def test_what_keeps_more_than_what_needs_far_more_is_not_counted():
     cases, _ = planner.cases(wanted(tokens=4096, schedules=("1f1b",), pp=(2, 4), remats=("local", "all")), 8)
     bounds = Bounds(cases)
     cuts = {(cut.pp, cut.remat): cut for cut in bounds.cuts()}
-    bounds.take(cuts[4, "all"], answer(bounds.standing_for(cuts[4, "all"]), "nothing", fixed=99 * GIB))
+    bounds.add_counts(
+        cuts[4, "all"], answer(bounds.representative(cuts[4, "all"]), "nothing", fixed=99 * GIB)
+    )
     (why,) = (choice.refused for choice in bounds.cannot_fit(cuts[2, "local"]))
     by = "by those of 4 x 2 and 2 sequences of remat all"
     assert why.startswith("needs 10") and why.endswith(f" GiB of 16.0, about, {by}")
-    assert not bounds.knows(cuts[2, "local"]), "its work is not that of remat all"
+    assert not bounds.is_known(cuts[2, "local"]), "its work is not that of remat all"
 
 
 @pytest.mark.parametrize("gib, first", [(16, "nothing"), (5.2, "optimizer"), (3.1, "parameters")])
@@ -723,17 +725,19 @@ def test_what_the_compiler_refused_raises_what_is_expected_of_the_next():
     """It made one that took 1 GiB beyond what is counted; another did not fit into 4 beyond it."""
     (case, *_), _ = planner.cases(wanted(schedules=("1f1b",)), 8)
     bounds = Bounds([case])
-    bounds.take(Cut.of(case.plan), answer(bounds.standing_for(Cut.of(case.plan)), "nothing", memory=6 * GIB))
+    bounds.add_counts(
+        Cut.of(case.plan), answer(bounds.representative(Cut.of(case.plan)), "nothing", memory=6 * GIB)
+    )
     made = planner.Prices(case, "nothing", answer(case.plan, "units", beyond=GIB))
-    bounds.learn(made)
+    bounds.add_prices(made)
     assert bounds._probably_fits(case)
     refused = answer(case.plan, "units", memory=9 * GIB)
     refused = dataclasses.replace(
         refused, step=None, compiled=dataclasses.replace(refused.compiled, out_of_memory="RESOURCE_EXHAUSTED")
     )
-    bounds.learn(planner.Prices(case, "nothing", refused))
+    bounds.add_prices(planner.Prices(case, "nothing", refused))
     assert not bounds._probably_fits(case)
-    bounds.learn(made)
+    bounds.add_prices(made)
     assert bounds._probably_fits(case)
 
 
