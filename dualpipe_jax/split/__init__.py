@@ -1,6 +1,6 @@
-"""Any JAX function as a forward, a backward for the input and a backward for the weights.
+"""Split any JAX function into a forward, a backward for the input and a backward for the weights.
 
-Knows jaxprs and nothing of this project: no mesh, no schedule, no slot.
+This package knows jaxprs and nothing else of this project: no mesh, no schedule, no slot.
 """
 
 from dualpipe_jax.split.backward import split_backward

@@ -1,4 +1,4 @@
-"""Split the backward of any JAX function in two: the front door."""
+"""The public entry: split the backward of any JAX function in two."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,12 +14,12 @@ from dualpipe_jax.split.trace import trace_backward
 Tree: TypeAlias = Any
 Arrays: TypeAlias = list[Any]
 Residuals: TypeAlias = tuple[Arrays, Arrays]
-"""What the forward keeps for I alone, and what it keeps for W."""
+"""The arrays that the forward keeps for I alone, then those that it keeps for W (and perhaps for I)."""
 
 
 @dataclass(frozen=True, eq=False)
 class SplitFunction:
-    """What ``split_backward`` gives; see there."""
+    """The result of ``split_backward``, which describes the fields and methods."""
 
     function: Callable[[Tree, Tree], Any]
     has_aux: bool
@@ -29,7 +29,7 @@ class SplitFunction:
     _plans: dict[Any, SplitPlan] = field(default_factory=dict, init=False, repr=False)
 
     def trace(self, params: Tree, x: Tree) -> SplitPlan:
-        """The plan for these shapes; arrays, tracers or ShapeDtypeStructs. Kept for the next call."""
+        """Return the plan for these shapes of arrays, tracers or ShapeDtypeStructs; it is cached for later calls."""
         leaves, tree = jax.tree.flatten((params, x))
         key = tree, tuple(map(_type_key, leaves)), jax.sharding.get_abstract_mesh(), _settings()
         if key not in self._plans:
@@ -40,26 +40,27 @@ class SplitFunction:
             joint = trace_backward(self.function, params, x, self.has_aux, wanted, self.sums)
             trees = jax.tree.structure(params), jax.tree.structure(x)
             plan = make_plan(joint, wanted, flags("at_hand", self.at_hand, x), trees)
-            if joint.holds_tracers:  # captured from the caller's trace: no use to anyone else
+            # The function captured tracers of the caller's trace: the plan is invalid outside that trace.
+            if joint.holds_tracers:
                 return plan
             self._plans[key] = plan
         return self._plans[key]
 
     def forward(self, params: Tree, x: Tree) -> tuple[Any, Residuals]:
-        """Gives ``(y, residuals)``, or ``((y, aux), residuals)`` with has_aux."""
+        """Return ``(y, residuals)``, or ``((y, aux), residuals)`` with has_aux."""
         y, aux, residuals_i, residuals_w = self.trace(params, x).forward(params, x)
         return ((y, aux) if self.has_aux else y), (residuals_i, residuals_w)
 
     def backward_input(self, params: Tree, x: Tree, residuals: Residuals, dy: Tree) -> tuple[Tree, Arrays]:
-        """Gives ``(dx, stash)``."""
+        """Return ``(dx, stash)``."""
         return self.trace(params, x).backward_input(params, x, *residuals, dy)
 
     def backward_weight(self, params: Tree, x: Tree, residuals: Residuals, stash: Arrays) -> Tree:
-        """Gives dparams."""
+        """Return dparams."""
         return self.trace(params, x).backward_weight(params, x, residuals[1], stash)
 
     def backward(self, params: Tree, x: Tree, residuals: Residuals, dy: Tree) -> tuple[Tree, Tree]:
-        """Gives ``(dparams, dx)``: I and W at once."""
+        """Return ``(dparams, dx)``: I and W in one program."""
         return self.trace(params, x).backward(params, x, *residuals, dy)
 
 
@@ -72,28 +73,29 @@ def split_backward(
     at_hand: Tree = False,
     sums: Sequence[Any] | None = None,
 ) -> SplitFunction:
-    """Splits the backward of ``function(params, x) -> y`` in two, with no change to the function.
+    """Split the backward of ``function(params, x) -> y`` in two; the function itself needs no change.
 
-    ``dx`` comes from ``backward_input`` alone. ``backward_weight`` holds no collective and recomputes nothing
+    ``backward_input`` alone computes ``dx``. ``backward_weight`` holds no collective and recomputes nothing
     of the dx chain; together they spend the matmul FLOPs of the fused backward. A weight gradient that needs
-    a collective (of an all-gathered or replicated parameter) is computed in ``backward_input`` as far as the
-    collective. What ``jax.checkpoint`` recomputes for dx is stashed where the weights need it too.
+    a collective (for an all-gathered or replicated parameter) is computed in ``backward_input`` up to and including
+    the collective. A value that ``jax.checkpoint`` recomputes for dx is stashed if the weights need it too.
 
-    The forward never keeps parameters, what derives from parameters alone, constants, or x a second time.
+    The forward never keeps parameters, values that derive from parameters alone, constants, or a second copy of x.
 
-    Scans and conds are split inside. While loops, Pallas kernels and shard_maps are atomic: one that gives dx
-    and dparams together belongs to ``backward_input``. See ``split_vjp`` to give the two apart.
+    Scans and conds are split inside. While loops, Pallas kernels and shard_maps are atomic: one that computes dx
+    and dparams together belongs to ``backward_input``. ``split_vjp`` declares the two parts separately.
 
     Args:
-      function: pure; ``params``, ``x`` and ``y`` are pytrees of arrays and typed keys. Leaves of integers, bools and
-        keys have gradients of dtype float0, as with ``jax.vjp``; where y has such, dy may have anything, None too.
-      has_aux: whether the function gives ``(y, aux)``; aux has no cotangent.
-      wanted: of params and of x, the leaves whose gradient is wanted: bools in place of leaves or of whole branches.
-        For the others (frozen parameters) nothing is computed and nothing kept, and their gradient is None.
-      at_hand: which leaves of x the caller has in the backward anyway, in the same form: to keep them costs nothing.
-      sums: for each leaf of params the dtype in which the caller sums its gradient, or None. Where a matrix product
-        makes it, it comes in that dtype if that is wider than its own, and is not rounded; see ``widen``. What
-        ``gradient_sum`` marks is then an input of the plan's programs.
+      function: a pure function; ``params``, ``x`` and ``y`` are pytrees of arrays and typed keys. Leaves of integers,
+        bools and keys have gradients of dtype float0, as with ``jax.vjp``; for such leaves of y, dy may hold anything,
+        also None.
+      has_aux: whether the function returns ``(y, aux)``; aux has no cotangent.
+      wanted: which leaves of params and of x need a gradient: a pair of trees of bools, where a bool may also stand for
+        a whole branch. For the other leaves (frozen parameters) nothing is computed or kept, and the gradient is None.
+      at_hand: which leaves of x the caller still has in the backward, in the same form: to keep them costs nothing.
+      sums: for each leaf of params the dtype in which the caller sums its gradient, or None. A gradient that a matrix
+        product makes is returned in this dtype, without rounding, if it is wider than the gradient's own dtype; see
+        ``widen``. The sums that ``gradient_sum`` marks then become inputs of the plan's programs.
 
     >>> import jax, jax.numpy as jnp
     >>> split = split_backward(lambda w, x: jnp.tanh(x @ w))
@@ -112,6 +114,6 @@ def _type_key(leaf: Any) -> Any:
 
 
 def _settings() -> tuple[Any, ...]:
-    """What changes a trace besides its arguments."""
+    """The JAX settings that change a trace in addition to its arguments."""
     names = "jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion"
     return tuple(getattr(jax.config, name) for name in names)

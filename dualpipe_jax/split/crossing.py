@@ -1,7 +1,7 @@
-"""What is handed from an early part to a late one: the fewest bytes, by a minimum cut.
+"""Choose the values that pass from an early part to a late part: the fewest bytes, by a minimum cut.
 
-Late equations that are cheap may run early instead (a [D]-sized sum crosses in place of what it sums), and
-early equations that cost next to nothing may run again late (their root crosses in place of their result).
+Cheap late equations may run early instead (a [D]-sized sum crosses in place of its larger operands), and
+early equations that cost almost nothing may run again in the late part (their input crosses, not their result).
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -16,7 +16,12 @@ _EARLY, _LATE = "early", "late"
 
 @dataclass(frozen=True, eq=False)
 class Crossing:
-    """``values`` are computed (or given) early and read late; ``early`` and ``late`` are the equations."""
+    """Two parts of a list of equations, and the values that cross between them.
+
+    Attributes:
+      values: the values that the early part computes (or is given) and the late part reads.
+      early, late: the equations of each part.
+    """
 
     values: tuple[Value, ...]
     early: tuple[Node, ...]
@@ -24,7 +29,7 @@ class Crossing:
 
 
 def nbytes(value: Value) -> int:
-    """The weight of a value that is stored once: what it takes of the device's memory."""
+    """The weight of a value that is stored once: its bytes in device memory, 0 for a value in another memory."""
     return 0 if value.memory is not None else value.nbytes
 
 
@@ -45,15 +50,16 @@ def choose_crossing(
     movable: Callable[[Node], bool] = stay,
     repeatable: Callable[[Node], bool] = is_view,
 ) -> Crossing:
-    """Decides what crosses from ``early`` to ``late``.
+    """Choose the values that cross from ``early`` to ``late`` at the least total weight.
 
     Args:
-      wanted: what ``late`` must compute.
+      early, late: the equations of the two parts, each in order.
+      wanted: the values that ``late`` must compute.
       free: values that both parts have or may compute for themselves: they never cross.
       late_inputs: values that only ``late`` has.
       weight: the cost of a value that crosses.
       movable: which late nodes may run early.
-      repeatable: which early nodes may run again late.
+      repeatable: which early nodes may run again in the late part.
     """
     wanted = values(wanted)
     graph = _graph(early, late, wanted, free, late_inputs, weight, movable, repeatable)
@@ -68,7 +74,7 @@ def choose_crossing(
 
 
 def _in_order(early: Sequence[Node], late: Sequence[Node], wanted: Iterable[Value]) -> list[Value]:
-    """All values, in order of first use; never the order of a set, which differs from process to process."""
+    """Return all values in order of first use; the order of a set would differ from process to process."""
     order: dict[Value, None] = {}
     for node in (*early, *late):
         order.update(dict.fromkeys((*values(node.inputs), *node.outputs)))
@@ -86,17 +92,17 @@ def _graph(
     movable: Callable[[Node], bool],
     repeatable: Callable[[Node], bool],
 ) -> FlowGraph:
-    """Each value is an edge from (value, "made") to (value, "read"), cut if the value crosses.
+    """Build the flow graph: each value is an edge from (value, "made") to (value, "read"), cut if the value crosses.
 
     A node or value on the source's side is early. "made" is early if the value is computed early and not
-    again late; "read" is early if nobody late reads it.
+    again in the late part; "read" is early if no late node reads the value.
     """
     graph = FlowGraph()
     made_early, made_late = definitions(early), definitions(late)
     asked: set[Value] = set()
 
     def ask(value: Value) -> None:
-        """Some late node reads this value, which is not made late."""
+        """Add a value that some late node reads and no late node makes."""
         if value in asked:
             return
         asked.add(value)
@@ -135,14 +141,14 @@ def _graph(
 def _repeat(
     early: Sequence[Node], late: Sequence[Node], wanted: Iterable[Value], crossing: Collection[Value]
 ) -> list[Node]:
-    """The early nodes that the late part runs again, in order."""
+    """Return the early nodes that the late part runs again, in order."""
     have = {*crossing, *(output for node in late for output in node.outputs)}
     needed = _makers(early, [*wanted, *(v for node in late for v in values(node.inputs))], have)
     return [node for node in early if node in needed]
 
 
 def _makers(nodes: Sequence[Node], wanted: Iterable[Value], have: Collection[Value]) -> set[Node]:
-    """Those of ``nodes`` that compute ``wanted`` from what we ``have``."""
+    """Return those of ``nodes`` that compute ``wanted`` from the values in ``have``."""
     made = definitions(nodes)
     needed: set[Node] = set()
     todo = list(wanted)

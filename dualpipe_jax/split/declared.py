@@ -1,8 +1,7 @@
-"""Operations that give the two parts of their backward themselves.
+"""Operations that declare the two parts of their backward themselves.
 
-``split_backward`` needs no such help: it finds the weight part of any function in its jaxpr. What it cannot
-do is cut a kernel in two. An operation whose backward is hand-written declares both parts with
-``split_vjp``.
+``split_backward`` needs no such help: it finds the weight part of any function in its jaxpr. But it cannot
+cut a kernel in two. An operation with a hand-written backward declares both parts with ``split_vjp``.
 """
 
 import functools
@@ -19,19 +18,19 @@ Tree: TypeAlias = Any
 
 
 class split_vjp:
-    """A ``custom_vjp`` of ``function(x, weights)`` whose backward comes in two parts.
+    """A ``custom_vjp`` of ``function(x, weights)`` with a backward in two parts.
 
     ``defsplit`` takes three functions:
 
     - ``forward(x, weights) -> (y, residuals)``;
-    - ``backward_input(residuals, dy) -> (dx, stash)``, where ``stash`` is whatever the other part wants, dy
-      itself as a rule;
+    - ``backward_input(residuals, dy) -> (dx, stash)``, where ``stash`` is whatever the other part needs, usually
+      dy itself;
     - ``backward_weight(residuals, stash) -> dweights``.
 
-    Under ``jax.grad`` both run at once. Under ``split_backward`` the second belongs to I and the third to W.
-    None of its equations is moved, however cheap; only a collective is, with what it needs, so keep those in
-    ``backward_input``. Each part may be one fused kernel. A kernel that computes dx and dweights in one call
-    cannot be cut; it belongs to I whole.
+    Under ``jax.grad`` both backward parts run together. Under ``split_backward`` the second function belongs to I and
+    the third to W. No equation of the third is moved into I, however cheap, except collectives and all they need: so
+    keep collectives in ``backward_input``. Each part may be one fused kernel. A kernel that computes dx and dweights
+    in one call cannot be cut; it belongs to I as a whole.
 
     >>> @split_vjp
     ... def scale(x, weight):
@@ -56,7 +55,7 @@ class split_vjp:
         backward_input: Callable[[Tree, Tree], tuple[Tree, Tree]],
         backward_weight: Callable[[Tree, Tree], Tree],
     ) -> None:
-        """Says how to differentiate the function."""
+        """Set how the function is differentiated."""
         marked = weight_part(backward_weight)
 
         def backward(residuals: Tree, dy: Tree) -> tuple[Tree, Tree]:
@@ -66,15 +65,16 @@ class split_vjp:
         self._function.defvjp(forward, backward)
 
     def __call__(self, x: Tree, weights: Tree) -> Tree:
-        """Applies the function. In a shard_map, both arguments come to vary over the axes of either."""
+        """Apply the function. In a shard_map, both arguments are first made to vary over the union of their axes."""
         return self._function(*vary_alike((x, weights)))
 
 
 @typechecked
 def weight_part(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Marks a function as part of a weight gradient: ``split_backward`` leaves it to W, however cheap it is.
+    """Mark a function as part of a weight gradient: ``split_backward`` leaves it to W, however cheap it is.
 
-    The function takes positional arguments and is compiled. Call what is returned in the backward of a ``custom_vjp``:
+    The function takes positional arguments and is compiled. Call the returned function in the backward of a
+    ``custom_vjp``:
 
     >>> import jax.numpy as jnp
     >>> from dualpipe_jax.split import weight_part

@@ -1,7 +1,7 @@
-"""A function as the split sees it: values, equations, and the two nodes it looks into, scan and cond.
+"""The intermediate representation of the split: values, equations, and the two nodes with bodies, scan and cond.
 
-A jaxpr with its calls inlined. Every value is defined once; a value is compared by identity, and the same
-value may be computed by two programs (that is what recomputing means here).
+A program is a jaxpr with its calls inlined. Each program defines a value once. Values are compared by identity, and
+two programs may compute the same value (this is how recomputation is represented).
 """
 
 import math
@@ -13,11 +13,11 @@ import numpy as np
 
 
 class Value:
-    """What an equation reads or writes: an array's type.
+    """A variable that equations read or write, with the type of its array.
 
     Attributes:
-      varying: mesh axes it varies over.
-      memory: the memory space it lies in where that is not the device's own; None as a rule.
+      varying: the mesh axes over which the array varies.
+      memory: the array's memory space if it is not the device's own; otherwise None.
     """
 
     __slots__ = ("dtype", "memory", "shape", "varying")
@@ -32,7 +32,7 @@ class Value:
 
     @property
     def kind(self) -> "Value":
-        """The type of an atom: of a value itself."""
+        """The type of an atom; a value is its own type."""
         return self
 
     @property
@@ -41,20 +41,20 @@ class Value:
 
     @property
     def type(self) -> tuple[Any, ...]:
-        """Shape, dtype, varying axes and memory: equal for values that may share a place."""
+        """Shape, dtype, varying axes and memory: equal for values that may share one output of a cond."""
         return self.shape, self.dtype, self.varying, self.memory
 
     def like(self) -> "Value":
         return Value(*self.type)
 
     def stacked(self, length: int) -> "Value":
-        """A new value that holds ``length`` of these along a leading dim."""
+        """Return a new value that holds ``length`` arrays of this type along a leading dim."""
         return Value((length, *self.shape), self.dtype, self.varying, self.memory)
 
 
 @dataclass(frozen=True, eq=False)
 class Constant:
-    """A literal or a captured array; a scalar ``value`` of a larger ``kind``: an array full of it."""
+    """A literal or a captured array; a scalar ``value`` with a larger ``kind`` is an array filled with it."""
 
     value: Any
     kind: Value
@@ -65,14 +65,14 @@ Atom: TypeAlias = Value | Constant
 
 @dataclass(frozen=True, eq=False)
 class Equation:
-    """One primitive applied.
+    """One application of a primitive.
 
     Attributes:
-      scope: where in the user's code it stood, for profiles.
-      collectives: the mesh axes of each collective primitive that it is, or holds.
-      effectful: it does something besides its outputs (a debug print).
-      pinned: the user marked it as part of a weight gradient (see declared.split_vjp).
-      flops: what it spends in matmuls and convolutions.
+      scope: the JAX name stack of the user's code that made it, for profiles.
+      collectives: the mesh axes of each collective primitive that the equation is or holds.
+      effectful: whether it has a side effect, such as a debug print.
+      pinned: whether the user marked it as part of a weight gradient (see declared.split_vjp).
+      flops: FLOPs of its matmuls and convolutions.
     """
 
     primitive: Any
@@ -88,7 +88,7 @@ class Equation:
 
     @property
     def communicates(self) -> bool:
-        """Whether it is, or holds, a collective over a mesh axis."""
+        """Whether the equation is, or holds, a collective over a mesh axis."""
         return bool(self.collectives)
 
     @property
@@ -97,14 +97,14 @@ class Equation:
 
 
 class Binding(NamedTuple):
-    """A scan's const or xs: ``inner`` in the body is ``outer``, whole or one slice of it."""
+    """A const or xs of a scan: ``inner`` in the body is the whole of ``outer`` (const) or one slice of it (xs)."""
 
     inner: Value
     outer: Atom
 
 
 class Carry(NamedTuple):
-    """A scan's carry: ``inner`` begins as ``start``, becomes ``update`` each time, and leaves as ``end``."""
+    """A carry of a scan: ``inner`` is ``start`` at first and ``update`` after each iteration; the result is ``end``."""
 
     inner: Value
     start: Atom
@@ -113,7 +113,7 @@ class Carry(NamedTuple):
 
 
 class Stacked(NamedTuple):
-    """A scan's ys: ``inner`` of every iteration, stacked in ``outer``."""
+    """One of the ys of a scan: the ``inner`` of every iteration, stacked in ``outer``."""
 
     inner: Atom
     outer: Value
@@ -146,7 +146,7 @@ class Scan:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Equations in order, from inputs to outputs; also a branch of a cond."""
+    """Equations in order, from inputs to outputs; a branch of a cond is one too."""
 
     inputs: tuple[Value, ...]
     equations: tuple["Node", ...]
@@ -158,8 +158,9 @@ class Cond:
     """``branches[index](*operands)``.
 
     Attributes:
-      platforms: of a choice by platform, those of each branch, None for the default's; the index is not read then.
-      remat: with one branch, a call that is rematerialised, with these options of ``jax.checkpoint``.
+      platforms: for a choice by platform, the platforms of each branch, None for the default branch; the index is then
+        not read. None for an ordinary cond.
+      remat: the options of ``jax.checkpoint`` if the node is a rematerialised call, which has one branch; else None.
     """
 
     index: Atom
@@ -175,7 +176,7 @@ class Cond:
         return (self.index, *self.operands)
 
     def giving(self, places: Sequence[int]) -> "Cond":
-        """The same with only these outputs."""
+        """Return the same cond with only the outputs at these places."""
 
         def chosen(outputs: Sequence[Any]) -> tuple[Any, ...]:
             return tuple(outputs[place] for place in places)
@@ -184,7 +185,7 @@ class Cond:
         return replace(self, branches=branches, outputs=chosen(self.outputs))
 
     def running(self, equations: Iterable[tuple["Node", ...]]) -> "Cond":
-        """The same with other equations in its branches."""
+        """Return the same cond with these equations in its branches."""
         pairs = zip(self.branches, equations, strict=True)
         return replace(self, branches=tuple(replace(branch, equations=own) for branch, own in pairs))
 
@@ -202,7 +203,7 @@ VIEWS = _names(
     optimization_barrier pcast pvary reduce_precision reshape rev slice squeeze stop_gradient transpose
     """
 )
-"""Only move or cast what is there already: recomputing them is free beside storing their result."""
+"""Primitives that only move or cast their inputs: to recompute them costs nothing compared with storing the result."""
 
 ARITHMETIC = VIEWS | _names(
     """
@@ -210,7 +211,7 @@ ARITHMETIC = VIEWS | _names(
     select_n sign square sub xor
     """
 )
-"""Elementwise, a few instructions each: recomputing them costs less than a trip to memory and back."""
+"""Views, and elementwise primitives of a few instructions: recomputing them costs less than a memory round trip."""
 
 CHEAP = ARITHMETIC | _names(
     """
@@ -221,13 +222,14 @@ CHEAP = ARITHMETIC | _names(
     shift_right_logical sin sinh sqrt tan tanh
     """
 )
-"""Elementwise and reductions. An unknown primitive is not cheap: that costs bytes, never correctness."""
+"""``ARITHMETIC``, other elementwise primitives and reductions. An unknown primitive counts as not cheap: that costs
+bytes, never correctness."""
 
 
 KEEPS_ZEROS = VIEWS | _names(
     "add add_any all_gather all_to_all neg pad psum psum_invariant reduce_scatter reduce_sum sub"
 )
-"""Primitives that make zeros of zeros."""
+"""Primitives that return zeros if all their inputs are zeros."""
 
 
 def values(atoms: Iterable[Atom]) -> list[Value]:
@@ -250,19 +252,19 @@ def is_arithmetic(node: Node) -> bool:
 
 
 def is_cheap(node: Node) -> bool:
-    """Whether the node is elementwise or a reduction, or a loop or choice of such."""
+    """Whether the node is elementwise or a reduction, or a scan or cond of such nodes."""
     if isinstance(node, Equation):
         return node.name in CHEAP and not node.effectful and not node.pinned
     return all(is_cheap(inner) for body in bodies(node) for inner in body)
 
 
 def is_tied(node: Equation) -> bool:
-    """Whether the equation may not be left to the weight part."""
+    """Whether the equation must run in the input part: it communicates or has a side effect."""
     return node.communicates or node.effectful
 
 
 def bodies(node: Node) -> list[tuple[Node, ...]]:
-    """The equations inside a node, one tuple per branch."""
+    """Return the equations inside a node, one tuple per body or branch; none for an equation."""
     if isinstance(node, Scan):
         return [node.equations]
     return [branch.equations for branch in node.branches] if isinstance(node, Cond) else []
@@ -273,7 +275,7 @@ def definitions(nodes: Iterable[Node]) -> dict[Value, Node]:
 
 
 def count_flops(nodes: Iterable[Node]) -> int:
-    """FLOPs of matmuls and convolutions; every branch of a cond is counted."""
+    """Count the FLOPs of matmuls and convolutions; every branch of a cond is counted."""
     total = 0
     for node in nodes:
         if isinstance(node, Equation):
@@ -285,7 +287,7 @@ def count_flops(nodes: Iterable[Node]) -> int:
 
 
 def find_collectives(nodes: Iterable[Node]) -> dict[str, frozenset[str]]:
-    """The mesh axes of each collective primitive in the nodes and inside them."""
+    """Return the mesh axes of each collective primitive in the nodes and inside them."""
     found: dict[str, frozenset[str]] = {}
     for node in nodes:
         inner = [node.collectives] if isinstance(node, Equation) else map(find_collectives, bodies(node))
@@ -295,5 +297,5 @@ def find_collectives(nodes: Iterable[Node]) -> dict[str, frozenset[str]]:
 
 
 def has_effect(node: Equation) -> bool:
-    """Whether running the equation again, or not at all, would be seen outside."""
+    """Whether the equation has a side effect, so that running it twice or never would be visible outside."""
     return node.effectful

@@ -1,10 +1,11 @@
-"""What derives from parameters alone and costs matmuls or copies, taken out of a function: it is made once a step.
+"""Hoist values that derive from parameters alone and cost matmuls or copies out of a function: once per step.
 
-``x @ (w + a @ b)`` does ``a @ b`` for every microbatch, and again in its backward, and so are the gradients of a and b
-made of that of their product. All of them are the same, or linear, for all microbatches: the product can be made before
-the first, and its gradient, summed, be led back after the last.
+``x @ (w + a @ b)`` computes ``a @ b`` for every microbatch, and again in its backward, which also computes the
+gradients of a and b from the gradient of the product. The product is the same for all microbatches, and its gradient
+enters linearly: so the product can be computed before the first microbatch, and the gradients of a and b after the
+last one, from the summed gradient of the product.
 
-So it is with a leaf that holds the matrices of several layers and is only ever read layer by layer. A slice of it is a
+The same holds for a leaf that stacks the matrices of several layers and is read only layer by layer. A slice of it is a
 copy in every microbatch, and no product can add its gradient to a part of the leaf's sum.
 """
 
@@ -42,7 +43,7 @@ Arrays: TypeAlias = list[Any]
 
 
 class Layer(NamedTuple):
-    """``leaf[at]`` in a shape; ``leaf`` is a number among the leaves of params."""
+    """``leaf[at]``, reshaped to ``shape``; ``leaf`` is the leaf's number among the leaves of params."""
 
     leaf: int
     at: int
@@ -51,13 +52,15 @@ class Layer(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Hoisted:
-    """A function f in two: ``f(params, x) == function((params, prelude(params)), x)``.
+    """A function f in two parts: ``f(params, x) == function((params, prelude(params)), x)``.
 
     Attributes:
-      function: of ``((params, values), x)``; gives what f does. Differentiable as f is, at the shapes traced.
-      layers: what the first values are, if they are nothing but parts of a leaf.
-      values: types of what the prelude gives; none where f has no matmul of parameters alone and reads no layers.
-      sources: for each of them, for each leaf of params, whether it is made of that and its gradient leads there.
+      function: a function of ``((params, values), x)`` with the results of f. It can be differentiated like f, at the
+        traced shapes.
+      layers: the layers of leaves among ``values``. These come first, in this order.
+      values: types of the results of the prelude; empty if f has no matmul of parameters alone and reads no layers.
+      sources: for each value, for each leaf of params, whether the value is computed from the leaf and its gradient
+        flows back to it.
     """
 
     function: Callable[[Tree, Tree], Any]
@@ -67,15 +70,15 @@ class Hoisted:
     _prelude: Program
 
     def prelude(self, params: Tree) -> Arrays:
-        """What derives from parameters alone, to be made once for all x."""
+        """Compute the values that derive from parameters alone, once for all x."""
         return evaluate(self._prelude, jax.tree.leaves(params))
 
     def postlude(self, params: Tree, gradients: Sequence[Any]) -> Tree:
-        """The gradients of params by way of the values, from those of the values, summed over all x.
+        """Return the gradients of params through the values, from the gradients of the values, summed over all x.
 
-        ``gradients`` has an entry for each value, None for one without. Gives what ``jax.vjp`` would: zeros for leaves
-        that are in no value, of dtype float0 for integers. To be added to what the backward of ``function`` gives for
-        params.
+        ``gradients`` has an entry for each value, None for a value without gradient. The result is that of ``jax.vjp``:
+        zeros for leaves that no value uses, of dtype float0 for integers. Add it to the gradients of params from the
+        backward of ``function``.
         """
         made, pull = jax.vjp(self.prelude, params)
         pairs = zip(made, gradients, strict=True)
@@ -84,16 +87,16 @@ class Hoisted:
 
 @typechecked
 def hoist(function: Callable[[Tree, Tree], Any], params: Tree, x: Tree) -> Hoisted:
-    """Takes out of ``function(params, x)`` what derives from params alone and holds matmuls or convolutions.
+    """Take out of ``function(params, x)`` the values that derive from params alone by matmuls or convolutions.
 
-    So it does with what ``made_once`` marks, whatever that is.
-    What ends it in casts and other views is left in the function, so that gradients are summed as precisely as those of
-    params. The layers of a leaf are taken out, too, if it is read as ``leaf[0]``, ``leaf[1]``, ..., and in no other
-    way. Scans and what ``jax.checkpoint`` wraps are looked into; functions with derivatives of their own,
-    while loops and choices are taken whole or not at all.
+    Values that ``made_once`` marks are taken out too, whatever computes them.
+    Casts and other views at the end of such a computation stay in the function, so that gradients are summed as
+    precisely as those of params. The layers of a leaf are taken out too, if the leaf is read as ``leaf[0]``,
+    ``leaf[1]``, ..., and in no other way. The bodies of scans and of ``jax.checkpoint`` are searched; functions with
+    derivatives of their own, while loops and conds are taken out whole or not at all.
 
     Arguments:
-      params, x: arrays, tracers or ShapeDtypeStructs.
+      params, x: trees of arrays, tracers or ShapeDtypeStructs.
 
     >>> import jax.numpy as jnp
     >>> p, x = {"w": jnp.ones((4, 4)), "a": jnp.ones((4, 1)), "b": jnp.ones((1, 4))}, jnp.ones((2, 4))
@@ -130,7 +133,7 @@ Divided: TypeAlias = tuple[tuple[Node, ...], tuple[Node, ...], list[Value]]
 
 
 def _layers(whole: Program, params: Sequence[Value]) -> dict[Node, Layer]:
-    """What reads ``leaf[index]`` of parameters that are read by their leading index alone."""
+    """Find the nodes that read ``leaf[index]``, for leaves that are read only by their leading index."""
     readers: dict[Value, list[Node]] = {
         leaf: [] for leaf in params if leaf.shape and leaf.shape[0] > 1 and is_floating(leaf)
     }
@@ -144,7 +147,7 @@ def _layers(whole: Program, params: Sequence[Value]) -> dict[Node, Layer]:
         if None not in indices and leaf not in whole.outputs:
             for node, index in zip(nodes, indices, strict=True):
                 found[node] = Layer(number, index or 0, node.outputs[0].shape)
-    # Without the leading dim, for a product adds to a sum of its own shape.
+    # The layer is taken after the squeeze of its leading dim: a product adds only to a sum of its own shape.
     sliced = {node.outputs[0]: layer for node, layer in found.items()}
     for node in whole.equations:
         if isinstance(node, Equation) and node.name == "squeeze" and node.inputs[0] in sliced:
@@ -153,7 +156,7 @@ def _layers(whole: Program, params: Sequence[Value]) -> dict[Node, Layer]:
 
 
 def _index(node: Node, leaf: Value) -> int | None:
-    """Which part of a leaf's leading dim a node slices out; None if it does anything else."""
+    """Return the index of a leaf's leading dim that a node slices out; None if the node does anything else."""
     if not isinstance(node, Equation) or node.name != "slice" or node.params["strides"] is not None:
         return None
     (start, *rest), shape = node.params["start_indices"], node.outputs[0].shape
@@ -163,10 +166,11 @@ def _index(node: Node, leaf: Value) -> int | None:
 def _divide(
     nodes: Sequence[Node], wanted: Iterable[Atom], base: Collection[Value], layers: Collection[Node] = ()
 ) -> Divided:
-    """What is taken out, ``layers`` among it, what stays, and the values that pass from the one to the other."""
+    """Return the nodes taken out (with ``layers``), the nodes that stay, and the values passed between the two."""
     known = derived(nodes, base)
     order: list[Node] = []
-    costly: set[Node] = set()  # known, and a matmul, a layer, or made of such
+    # Nodes that derive from ``base`` and are a matmul, a layer or marked, or read the result of one.
+    costly: set[Node] = set()
     made: set[Value] = set()
     for node in nodes:
         if node.outputs and known.issuperset(node.outputs):
@@ -195,7 +199,7 @@ def _is_marked(node: Node) -> bool:
 
 
 def _marked_in(nodes: Iterable[Node]) -> set[Value]:
-    """What marked nodes give, those in the bodies of scans for all iterations."""
+    """Return the outputs of marked nodes; for those in the bodies of scans, the stacked outputs of all iterations."""
     found = set[Value]()
     for node in nodes:
         if isinstance(node, Scan):
@@ -207,7 +211,7 @@ def _marked_in(nodes: Iterable[Node]) -> set[Value]:
 
 
 def _divide_inside(node: Node, known: Collection[Value]) -> tuple[list[Node], Node]:
-    """What is taken out of a node's body, and the node that stays."""
+    """Return the nodes taken out of a node's body, and the node that stays."""
     if isinstance(node, Scan):
         once, scan = _invariant(node, known)
         each, scan = _each_time(scan, derived(once, known))
@@ -216,7 +220,7 @@ def _divide_inside(node: Node, known: Collection[Value]) -> tuple[list[Node], No
 
 
 def _invariant(scan: Scan, known: Collection[Value]) -> tuple[list[Node], Scan]:
-    """What is the same in every iteration is made once before the scan."""
+    """Compute what is the same in every iteration once before the scan."""
     early, late, crossing = _divide(scan.equations, scan.updates, inner_known(scan.consts, known))
     if not crossing:
         return [], scan
@@ -226,7 +230,7 @@ def _invariant(scan: Scan, known: Collection[Value]) -> tuple[list[Node], Scan]:
 
 
 def _each_time(scan: Scan, known: Collection[Value]) -> tuple[list[Node], Scan]:
-    """What every iteration makes of its own slices is made for all of them by a scan before."""
+    """Compute what each iteration derives from its own slices in a separate scan before, for all iterations."""
     base = inner_known((*scan.consts, *scan.xs), known)
     early, late, crossing = _divide(scan.equations, scan.updates, base)
     if not crossing:

@@ -1,4 +1,4 @@
-"""Reads jaxprs into programs, for jax 0.10 to 0.12. It and ``run`` are all that knows their inside."""
+"""Read jaxprs into programs, for jax 0.10 to 0.12. Only this module and ``run`` depend on the internals of jaxprs."""
 
 import itertools
 import math
@@ -35,16 +35,22 @@ _CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxp
 _CALLS = frozenset({"pjit", "jit", "closed_call", "core_call"})
 _INLINED = _REMAT | _CUSTOM | _CALLS
 _KERNELS = frozenset({"pallas_call", "mpmd_map", "core_map"})
-"""Pallas': ``pl.pallas_call``, and what ``plgpu.kernel`` and ``pl.kernel`` make, from jax 0.10 and before."""
+"""Primitives of Pallas kernels: ``pl.pallas_call``, and those of ``plgpu.kernel`` and ``pl.kernel``: ``mpmd_map`` from
+jax 0.10 on, ``core_map`` before."""
 
-# Stands between forward and backward in a joint trace: reads y, gives the cotangents.
+# Separates the forward from the backward in a joint trace: it reads y and returns the cotangents.
 cotangents_p = jex.Primitive("dualpipe_cotangents")
 cotangents_p.multiple_results = True
 cotangents_p.def_abstract_eval(lambda *avals: avals)
 
 
 class Reader:
-    """Reads jaxprs into nodes: calls inlined, repeated cheap equations read once."""
+    """Reads jaxprs into nodes; calls are inlined, and a repeated cheap equation becomes one node.
+
+    Args:
+      pinned: whether the equations are part of a weight gradient (``weight_part``).
+      differentiable: keep the calls of custom derivatives and of ``jax.checkpoint`` instead of inlining them.
+    """
 
     def __init__(self, pinned: bool = False, differentiable: bool = False) -> None:
         self.nodes: list[Node] = []
@@ -56,7 +62,7 @@ class Reader:
         self._seen: dict[Any, tuple[Value, ...]] = {}
 
     def read(self, jaxpr: Any, consts: Sequence[Any], inputs: Sequence[Atom], scope: str = "") -> list[Atom]:
-        """Appends the jaxpr's equations; gives its outputs."""
+        """Append the jaxpr's equations to the nodes; return its outputs."""
         known: dict[Any, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
             known[var] = Constant(const, value_of(var.aval))
@@ -101,7 +107,7 @@ class Reader:
         return outputs
 
     def _fence(self, prevent_cse: Any, inputs: list[Atom]) -> list[Atom]:
-        """Barriers on what is recomputed from, or XLA would merge the recomputation with the forward."""
+        """Add barriers to the inputs of a recomputation; without them XLA would merge it with the forward."""
         fences = prevent_cse if isinstance(prevent_cse, tuple) else (prevent_cse,) * len(inputs)
         fenced: list[Atom] = []
         for fence, atom in zip(fences, inputs, strict=True):
@@ -173,7 +179,7 @@ class Reader:
         return Cond(index, tuple(inputs), (program,), outputs, scope, remat=options)
 
     def _program(self, inside: Any) -> Program:
-        """A branch or body, read by itself."""
+        """Read a branch or body into a program of its own."""
         jaxpr, consts = _open(inside)
         inner = tuple(value_of(var.aval) for var in jaxpr.invars)
         body = Reader(self._pinned, self._differentiable)
@@ -193,19 +199,19 @@ def _memory(aval: Any) -> Any:
 
 
 def value_of(aval: Any) -> Value:
-    """A value of an abstract value's type."""
+    """Return a new value with the type of a JAX abstract value."""
     return Value(getattr(aval, "shape", ()), getattr(aval, "dtype", None), _varying(aval), _memory(aval))
 
 
 def _open(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
-    """A jaxpr and its consts; what a call holds is closed in jax 0.10 and plain in 0.12."""
+    """Return a jaxpr and its consts; calls hold closed jaxprs in jax 0.10 and plain ones in 0.12."""
     if hasattr(jaxpr, "eqns") and hasattr(jaxpr, "constvars"):
         return jaxpr, getattr(jaxpr, "consts", ())
     return jaxpr.jaxpr, jaxpr.consts
 
 
 def scan_arity(params: dict[str, Any]) -> tuple[int, int]:
-    """How many consts and carries lead a scan's inputs: plain numbers in jax 0.10, a tree in 0.12."""
+    """Return the numbers of consts and of carries of a scan; its params hold two ints in jax 0.10, a tree in 0.12."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
@@ -222,13 +228,13 @@ def _join(scope: str, eqn: Any) -> str:
 
 
 def _key(eqn: Any, inputs: Sequence[Atom], pinned: bool) -> Any:
-    """Equal for equations that compute the same; None where that is not known."""
+    """Return a key that is equal for equations that compute the same; None if that is not known."""
     name = eqn.primitive.name
     if name not in CHEAP or name == "optimization_barrier":
         return None
     if not all(isinstance(a, Value) or _is_scalar(a.value) for a in inputs):
         return None
-    # By repr, for 0.0 equals -0.0; and only of scalars, for an array's is not exact.
+    # Compared by repr because 0.0 == -0.0; only scalars, because the repr of an array is not exact.
     atoms = tuple(
         a if isinstance(a, Value) else (repr(np.asarray(a.value).item()), a.kind.dtype) for a in inputs
     )
@@ -241,18 +247,18 @@ def _key(eqn: Any, inputs: Sequence[Atom], pinned: bool) -> Any:
 
 
 def _keeps_every_bit(eqn: Any) -> bool:
-    """Whether a rounding is to what the type has; ``jax.checkpoint`` puts one on all that a policy saves."""
+    """Whether a ``reduce_precision`` keeps all bits of its dtype; ``jax.checkpoint`` adds one to each saved value."""
     kind = jnp.finfo(eqn.outvars[0].aval.dtype)
     return (eqn.params["exponent_bits"], eqn.params["mantissa_bits"]) == (kind.nexp, kind.nmant)
 
 
 def _is_scalar(value: Any) -> bool:
-    """Also literals as jax 0.10 has them: arrays of NumPy's without a dim."""
+    """Whether a value is a scalar; jax 0.10 holds literals as NumPy arrays of no dims."""
     return isinstance(value, _SCALARS) or (isinstance(value, np.ndarray) and value.ndim == 0)
 
 
 def _walk(eqn: Any) -> Iterator[Any]:
-    """The equation and all inside it, but not inside kernels: axes and effects there are of their own grid."""
+    """Yield the equation and all inside it, but not inside kernels: axes and effects there belong to their own grid."""
     yield eqn
     if eqn.primitive.name not in _KERNELS:
         for inner in _inside(eqn.params):
@@ -266,26 +272,27 @@ def _inside(params: dict[str, Any]) -> Iterator[Any]:
 
 
 def names_in(params: dict[str, Any]) -> set[str]:
-    """What ``jax.ad_checkpoint.checkpoint_name`` named inside an equation with these params, at any depth."""
+    """Return the names of ``jax.ad_checkpoint.checkpoint_name`` inside an equation with these params, at any depth."""
     inside = itertools.chain.from_iterable(map(_walk, _inside(params)))
     return {eqn.params["name"] for eqn in inside if eqn.primitive.name == "name"}
 
 
 def collectives(eqns: Iterable[Any]) -> dict[str, frozenset[str]]:
-    """The mesh axes of each collective primitive among equations and inside them, at any depth."""
+    """Return the mesh axes of each collective primitive among the equations and inside them, at any depth."""
     found: dict[str, frozenset[str]] = {}
     for eqn in itertools.chain.from_iterable(map(_walk, eqns)):
         axes = {effect.name for effect in eqn.effects if type(effect).__name__ == "NamedAxisEffect"}
-        if eqn.primitive.name == "ppermute":  # the only one without the effect
+        # ppermute is the only collective without a NamedAxisEffect.
+        if eqn.primitive.name == "ppermute":
             axes = set(eqn.params["axis_name"])
-        # A loop has the effects of all that is in it, of an axis_index too, which exchanges nothing.
+        # A loop has the effects of all equations in it, also of an axis_index, which exchanges nothing.
         if axes and not any(True for _ in _inside(eqn.params)) and eqn.primitive.name != "axis_index":
             found[eqn.primitive.name] = found.get(eqn.primitive.name, frozenset()) | axes
     return found
 
 
 def _flops(eqn: Any) -> int:
-    """Twice the multiplications of a matmul or convolution, what a Pallas kernel's author says, else 0."""
+    """Return the FLOPs of a matmul or convolution (two per multiplication) or a Pallas kernel's estimate, else 0."""
     name = eqn.primitive.name
     if name in _KERNELS:
         return int(getattr(eqn.params.get("cost_estimate"), "flops", 0))
@@ -302,13 +309,14 @@ def _flops(eqn: Any) -> int:
 
 
 def _ragged_flops(eqn: Any, lhs: Sequence[int], out: Sequence[int]) -> int:
-    """Each row of the ragged dim meets one group's weights, whichever dim is ragged."""
+    """Return the FLOPs of a ragged dot: each row of the ragged dim is multiplied by the weights of one group."""
     numbers = eqn.params.get("ragged_dot_dimension_numbers")
     if numbers is None:
         return 2 * math.prod(lhs) * out[-1]
     (contracted, _), _ = numbers.dot_dimension_numbers
     ragged = numbers.lhs_ragged_dimensions[0]
     inner = math.prod(lhs[dim] for dim in contracted)
-    if ragged in contracted:  # out has a leading dim of groups, each fed by a part of the ragged dim
+    # The output then has a leading dim of groups; each group contracts only its part of the ragged dim.
+    if ragged in contracted:
         return 2 * math.prod(out[1:]) * inner
     return 2 * math.prod(out) * inner

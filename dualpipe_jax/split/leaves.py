@@ -1,4 +1,4 @@
-"""An argument of a plan as a list of leaves, and gradients as lists over those that have one."""
+"""An argument of a plan as a list of leaves, and its gradients as a list over the leaves that have one."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,10 +19,12 @@ class Leaves:
     """The leaves of an argument, and which of them have a gradient.
 
     Attributes:
-      tree: what they are the leaves of.
-      wanted: those whose gradient was asked for; only floating ones can be.
-      has_gradient: those of them that the function uses. The gradients of the others that are wanted are zero
-        whatever is computed, and lists have no entry for them.
+      name: the argument's name in error messages.
+      tree: the tree structure of the argument.
+      values: the leaves of the argument, in the order of the tree.
+      wanted: for each leaf, whether its gradient was requested; only floating leaves can have one.
+      has_gradient: for each leaf, whether the list of gradients has an entry for it: it is wanted, and its gradient is
+        not zero for all arguments.
     """
 
     name: str
@@ -37,21 +39,21 @@ class Leaves:
 
     @property
     def num_gradients(self) -> int:
-        """Entries of a list of gradients."""
+        """The length of a list of gradients."""
         return sum(self.has_gradient)
 
     def leaves(self, tree: Tree, spared: Sequence[bool] | None = None) -> list[Any]:
-        """The leaves of a tree like the one traced; raises ValueError for another.
+        """Return the leaves of a tree like the traced one. Raises ValueError for a different tree.
 
-        Whatever stands for the ``spared`` ones is not looked at; if all are, nor is the tree.
+        The leaves that ``spared`` names are returned as None and may be anything; if it names all, so may the tree.
         """
         return leaves_like(self.name, tree, self.tree, self.types, spared)
 
     def gradients(self, given: Iterable[Any]) -> Tree:
-        """The tree of gradients from the list.
+        """Return the tree of gradients from the list.
 
-        Where the list has none: zeros if one is wanted, which the function does not use; None if none is wanted; and
-        zeros of dtype float0 for leaves that can have none.
+        A leaf without an entry in the list gets zeros if its gradient is wanted; None if it is not wanted; zeros of
+        dtype float0 if the leaf is not floating.
         """
         left = iter(given)
 
@@ -77,7 +79,10 @@ def leaves_like(
     types: Sequence[jax.ShapeDtypeStruct],
     spared: Sequence[bool] | None = None,
 ) -> list[Any]:
-    """The leaves of a tree, which must be as it was when traced; None for those that are spared, whatever is there."""
+    """Return the leaves of a tree with the traced structure and types; None for spared leaves, which may be anything.
+
+    Raises ValueError if the structure, a shape or a dtype differs.
+    """
     spared = [False] * len(types) if spared is None else spared
     if all(spared):
         return [None] * len(types)
@@ -104,9 +109,9 @@ def leaves_like(
 
 
 def flags(name: str, prefix: Any, tree: Tree) -> list[bool]:
-    """A bool for each leaf of a tree, from a tree of bools that is a prefix of it.
+    """Return a bool for each leaf of a tree, from a tree of bools that is a prefix of it.
 
-    Raises ValueError where it is none.
+    Raises ValueError if it is not a prefix.
     """
     try:
         full = jax.tree.broadcast(prefix, tree)
@@ -119,7 +124,7 @@ def flags(name: str, prefix: Any, tree: Tree) -> list[bool]:
 
 
 def cut(items: Sequence[Any], *counts: int) -> list[list[Any]]:
-    """Consecutive parts of the items, of these lengths."""
+    """Return consecutive parts of the items, with these lengths."""
     parts, start = [], 0
     for count in counts:
         parts.append(list(items[start : start + count]))

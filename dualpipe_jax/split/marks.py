@@ -1,4 +1,4 @@
-"""What a function marks by name, however deep inside it, as results of the function."""
+"""Return arrays that a function marks by name, at any depth inside it, as additional results."""
 
 import dataclasses
 import warnings
@@ -16,16 +16,16 @@ from dualpipe_jax.split.trace import trace_program
 
 @typechecked
 def reveal(function: Callable[..., Any], name: str, *arguments: Any) -> Callable[..., Any] | None:
-    """A function that gives ``(function(*arguments), marked)``, or None where nothing is marked.
+    """Return a function with the result ``(function(*arguments), marked)``, or None if nothing is marked.
 
-    ``marked`` is a list of all arrays that ``jax.ad_checkpoint.checkpoint_name(array, name)`` named, those of a scan
-    stacked along a new leading dim, and zeros for those of a branch that is not taken. What is marked inside a while
-    loop or a function with a derivative of its own cannot be given; a warning says so.
+    ``marked`` is a list of all arrays that ``jax.ad_checkpoint.checkpoint_name(array, name)`` named. Those inside a
+    scan are stacked along a new leading dim; those of a branch that is not taken are zeros. Arrays that are marked
+    inside a while loop or a function with a derivative of its own are left out, with a warning.
 
     Arguments:
-      function: of trees of arrays.
-      name: the mark.
-      arguments: arrays, tracers or ShapeDtypeStructs; the result is for these shapes.
+      function: a function of trees of arrays.
+      name: the name of the mark.
+      arguments: trees of arrays, tracers or ShapeDtypeStructs; the returned function accepts only these shapes.
     """
     program, tree = trace_program(function, *arguments, differentiable=True)
     nodes, marked = _outside(program.equations, name)
@@ -41,7 +41,7 @@ def reveal(function: Callable[..., Any], name: str, *arguments: Any) -> Callable
 
 
 def _outside(nodes: Sequence[Node], name: str) -> tuple[tuple[Node, ...], list[Value]]:
-    """The nodes, and the marked values among and inside them, brought out."""
+    """Return the nodes with all marked values inside scans and conds as extra outputs, and the marked values."""
     found: list[Value] = []
 
     def visit(node: Node) -> Node:

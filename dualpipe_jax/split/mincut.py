@@ -1,4 +1,4 @@
-"""The least costly cut between two ends of a graph."""
+"""The minimum cut between two nodes of a graph."""
 
 from collections import deque
 from collections.abc import Hashable
@@ -20,16 +20,16 @@ class FlowGraph:
         self._capacity: dict[Hashable, dict[Hashable, int]] = {}
 
     def connect(self, tail: Hashable, head: Hashable, capacity: int = UNCUTTABLE) -> None:
-        """Adds capacity from tail to head."""
+        """Add capacity from tail to head."""
         out = self._capacity.setdefault(tail, {})
         out[head] = min(UNCUTTABLE, out.get(head, 0) + capacity)
         self._capacity.setdefault(head, {}).setdefault(tail, 0)
 
     def source_side(self, source: Hashable, sink: Hashable) -> set[Hashable]:
-        """The source's side of the least cut; of several least cuts, the one nearest the source.
+        """Return the source's side of the minimum cut; of several minimum cuts, the one nearest the source.
 
         Raises:
-          ValueError: every cut is uncuttable.
+          ValueError: if every cut contains an edge that cannot be cut.
         """
         self._capacity.setdefault(source, {})
         self._capacity.setdefault(sink, {})
@@ -54,7 +54,7 @@ class FlowGraph:
             self._capacity[head][tail] += flow
 
     def _search(self, source: Hashable, sink: Hashable) -> dict[Hashable, Hashable]:
-        """Shortest paths from the source (Edmonds-Karp); stops when the sink is found."""
+        """Return the parents on shortest paths from the source (Edmonds-Karp), up to where the sink is found."""
         parents: dict[Hashable, Hashable] = {source: source}
         queue = deque([source])
         while queue and sink not in parents:

@@ -1,8 +1,8 @@
 """The parts of one function: forward, backward, backward for the input and backward for the weights.
 
-``jax.vjp`` of a stage gives dx and dparams at once. A pipeline schedule wants dx first: the neighbour waits
-for it, while the weight gradient may fill an idle tick later. Both come out of one graph, so the split is a
-cut of that graph: what dx needs is ``backward_input`` (I), what is left is ``backward_weight`` (W), and the
+``jax.vjp`` of a stage computes dx and dparams together. A pipeline schedule needs dx first: the neighbour waits
+for it, while the weight gradient may fill an idle tick later. Both come from one graph, so the split is a
+cut of that graph: the part that dx needs is ``backward_input`` (I), the rest is ``backward_weight`` (W), and the
 values that pass from I to W are the stash.
 """
 
@@ -48,10 +48,10 @@ class Programs(NamedTuple):
     """The parts as programs, from flat lists of arrays to flat lists.
 
     Attributes:
-      forward: from params and x to y, aux, residuals_i and residuals_w.
-      backward: from params, x, residuals_i, residuals_w, dy and sums to dparams and dx.
-      input: from the same to dx and the stash; it reads no sums.
-      weight: from params, x, residuals_w, the stash and sums to dparams.
+      forward: the program from params and x to y, aux, residuals_i and residuals_w.
+      backward: the program from params, x, residuals_i, residuals_w, dy and sums to dparams and dx.
+      input: the program from the arguments of ``backward`` to dx and the stash; it does not read the sums.
+      weight: the program from params, x, residuals_w, the stash and sums to dparams.
     """
 
     forward: Program
@@ -65,18 +65,19 @@ class SplitPlan:
     """The parts of one function at one set of shapes. Its methods may be called under any trace.
 
     Attributes:
-      residuals_i: types of what the forward keeps for I alone.
-      residuals_w: types of what the forward keeps for W (and perhaps for I).
-      stash: types of what I hands to W.
+      residuals_i: types of the arrays that the forward keeps for I alone.
+      residuals_w: types of the arrays that the forward keeps for W (and perhaps for I).
+      stash: types of the arrays that I hands to W.
       y: tree of the output's types.
       aux: tree of the auxiliary output's types; None without one.
-      keep: how long each leaf of x is read: "F" (by the forward only), "I" or "W".
-      keep_input: how long any of them is that the caller has not at hand.
-      offloaded: whether what is kept lies in the host's memory, in the order of residuals_i, residuals_w and stash.
+      keep: the last part that reads each leaf of x: "F" (the forward), "I" or "W".
+      keep_input: the last part that reads any leaf of x that is not ``at_hand``.
+      offloaded: three lists of bools for residuals_i, residuals_w and stash: whether each array lies in host memory.
       flops: FLOPs of each part.
-      sums: of those gradients of params that a kernel adds to their sum, by their number in the programs, the sum. The
-        programs are given it, and give the new one; the methods give them zeros, and so the gradient.
-      programs: the parts on flat lists; ``forward_arguments`` and its like make these of trees.
+      sums: the sums of those gradients of params that a kernel adds to their sum, by the gradient's number in the
+        programs. The programs take the sum so far and return the new sum; the methods pass zeros, and so return the
+        gradient.
+      programs: the parts on flat lists; ``forward_arguments`` and the methods after it convert trees to these lists.
       params, x: leaves of the arguments, and which of them have a gradient: ``params.has_gradient``.
     """
 
@@ -95,42 +96,42 @@ class SplitPlan:
     x: Leaves
 
     def forward(self, params: Tree, x: Tree) -> tuple[Tree, Tree, Arrays, Arrays]:
-        """Gives ``(y, aux, residuals_i, residuals_w)``."""
+        """Return ``(y, aux, residuals_i, residuals_w)``."""
         return self.forward_results(evaluate(self.programs.forward, self.forward_arguments(params, x)))
 
     def backward_input(
         self, params: Tree, x: Tree, residuals_i: Arrays, residuals_w: Arrays, dy: Tree
     ) -> tuple[Tree, Arrays]:
-        """Gives ``(dx, stash)``; None may stand for leaves of x whose ``keep`` is "F", and for x if all are."""
+        """Return ``(dx, stash)``; leaves of x with ``keep`` "F" may be None, and so may x if all its leaves are."""
         arguments = self.backward_arguments(params, x, residuals_i, residuals_w, dy)
         dx, stash = cut(evaluate(self.programs.input, arguments), self.x.num_gradients, len(self.stash))
         return self.x.gradients(dx), stash
 
     def backward_weight(self, params: Tree, x: Tree, residuals_w: Arrays, stash: Arrays) -> Tree:
-        """Gives dparams; None may stand for leaves of x whose ``keep`` is not "W", and for x if none is."""
+        """Return dparams; leaves of x with ``keep`` "F" or "I" may be None, and so may x if all its leaves are."""
         arguments = self.weight_arguments(params, x, residuals_w, stash)
         return self.params.gradients(evaluate(self.programs.weight, arguments))
 
     def backward(
         self, params: Tree, x: Tree, residuals_i: Arrays, residuals_w: Arrays, dy: Tree
     ) -> tuple[Tree, Tree]:
-        """Gives ``(dparams, dx)``, as ``jax.vjp`` orders them; x as in ``backward_input``."""
+        """Return ``(dparams, dx)`` in the order of ``jax.vjp``; x is as in ``backward_input``."""
         arguments = self.backward_arguments(params, x, residuals_i, residuals_w, dy)
         dparams, dx = self.backward_results(evaluate(self.programs.backward, arguments))
         return self.params.gradients(dparams), self.x.gradients(dx)
 
     def collectives(self, part: Literal["forward", "backward"]) -> dict[str, frozenset[str]]:
-        """The mesh axes of each collective primitive in a part."""
+        """Return the mesh axes of each collective primitive in a part."""
         return find_collectives(getattr(self.programs, part).equations)
 
     # ------------------------------------------- the programs' flat arguments and results
 
     def forward_arguments(self, params: Tree, x: Tree) -> Arrays:
-        """What ``programs.forward`` takes."""
+        """Return the flat arguments of ``programs.forward``."""
         return [*self.params.leaves(params), *self.x.leaves(x)]
 
     def forward_results(self, outputs: Arrays) -> tuple[Tree, Tree, Arrays, Arrays]:
-        """What ``forward`` gives, from what its program does."""
+        """Return the results of ``forward`` from the flat results of its program."""
         y: Any = jax.tree.structure(self.y)
         aux: Any = jax.tree.structure(self.aux)
         kept_i, kept_w = len(self.residuals_i), len(self.residuals_w)
@@ -140,16 +141,16 @@ class SplitPlan:
     def backward_arguments(
         self, params: Tree, x: Tree, residuals_i: Arrays, residuals_w: Arrays, dy: Tree
     ) -> Arrays:
-        """What ``programs.backward`` and ``programs.input`` take."""
+        """Return the flat arguments of ``programs.backward`` and ``programs.input``; the sums, last, are zeros."""
         kept = [*residuals_i, *residuals_w]
         return [*self._given(params, x, "I"), *kept, *self._cotangents(dy), *map(zeros, self.sums.values())]
 
     def weight_arguments(self, params: Tree, x: Tree, residuals_w: Arrays, stash: Arrays) -> Arrays:
-        """What ``programs.weight`` takes; zeros, which are last, stand for sums, as in ``backward_arguments``."""
+        """Return the flat arguments of ``programs.weight``; the sums, last, are zeros."""
         return [*self._given(params, x, "W"), *residuals_w, *stash, *map(zeros, self.sums.values())]
 
     def backward_results(self, outputs: Arrays) -> tuple[Arrays, Arrays]:
-        """The gradients of params and of x, one for each leaf that has one."""
+        """Return the gradients of params and of x from the flat results, one for each leaf that has a gradient."""
         dparams, dx = cut(outputs, self.params.num_gradients, self.x.num_gradients)
         return dparams, dx
 
@@ -167,12 +168,13 @@ class SplitPlan:
 def make_plan(
     joint: JointTrace, wanted: Sequence[bool], at_hand: Sequence[bool], trees: tuple[Any, Any]
 ) -> SplitPlan:
-    """What the forward keeps by the joint graph, then what I hands to W.
+    """Make a plan: choose what the forward keeps from the joint graph, then what I hands to W.
 
     Arguments:
-      wanted: for each leaf of params and x, whether it has been differentiated by.
+      joint: the function and its backward as one graph.
+      wanted: for each leaf of params and x, whether its gradient is wanted.
       at_hand: for each leaf of x, whether the backward has it in any case.
-      trees: what params and x are the leaves of.
+      trees: the tree structures of params and of x.
     """
     dparams = [g for g in joint.dparams if g is not None]
     dx = [g for g in joint.dx if g is not None]

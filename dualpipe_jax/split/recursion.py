@@ -1,7 +1,7 @@
-"""Splitting a list of equations in two, through scans and conds.
+"""Split a list of equations in two, also inside scans and conds.
 
-``split_equations`` cuts a backward into the part that dx needs and the rest. What crosses at each level, outside and
-in the bodies of loops and choices, is left to ``choose_crossing``.
+``split_equations`` cuts a backward into the part that dx needs and the rest. At each level, outside and
+in the bodies of scans and conds, ``choose_crossing`` decides which values cross.
 """
 
 from collections import Counter
@@ -37,13 +37,13 @@ def split_equations(
     weight: Callable[[Value], int] = nbytes,
     movable: Movable,
 ) -> Crossing:
-    """Splits ``nodes`` into what ``early_wanted`` needs and what else ``late_wanted`` needs.
+    """Split ``nodes`` into those that ``early_wanted`` needs and those that only ``late_wanted`` needs.
 
     Collectives and equations with side effects are early, with all they need.
 
     Args:
-      given: values that both parts have, such as parameters. What is computed from them cheaply is
-        computed in each part.
+      given: values that both parts have, such as parameters. Values that derive cheaply from these are
+        computed in each part that needs them.
       late_inputs: values that only the late part has.
       weight: the cost of a value that crosses.
       movable: which equations that only the late part needs may move to the early one.
@@ -82,7 +82,7 @@ def _split_node(
 def _split_scan(
     scan: Scan, trimmed: Scan, free: Collection[Value], movable: Movable
 ) -> tuple[Scan, Scan | None]:
-    """Splits a scan: the carries of ``trimmed`` run early, and the others late."""
+    """Split a scan: the carries and ys of ``trimmed`` are computed early, and the others late."""
     ends, ys = {c.end for c in trimmed.carry}, {y.outer for y in trimmed.ys}
     late_carry = tuple(c for c in scan.carry if c.end not in ends)
     late_ys = tuple(y for y in scan.ys if y.outer not in ys)
@@ -101,13 +101,13 @@ def _split_scan(
 
 
 def scan_weight(scan: Scan) -> Callable[[Value], int]:
-    """What an inner value weighs outside: a const crosses once, all else once per iteration."""
+    """Return the weight of the values inside a scan: a const crosses once, any other value once per iteration."""
     consts = {b.inner for b in scan.consts}
     return lambda value: nbytes(value) * (1 if value in consts else scan.length)
 
 
 def connect_scans(early: Scan, late: Scan, crossing: Iterable[Value]) -> tuple[Scan, Scan | None]:
-    """Stacks what crosses in ``early``, and lets ``late`` read it; what comes from outside is read there."""
+    """Stack the crossing values as ys of ``early`` and read them as xs of ``late``; late reads consts and xs itself."""
     consts, xs = _by_inner((*early.consts, *late.consts)), _by_inner((*early.xs, *late.xs))
     have = {y.inner: y for y in early.ys}
     inner = [value for value in crossing if value not in consts and value not in xs]
@@ -143,9 +143,10 @@ def _split_cond(
 def connect_conds(
     early: Cond, late: Cond, crossings: Sequence[Collection[Value]]
 ) -> tuple[Cond, Cond | None]:
-    """Hands over what crosses, in places that the branches share; zeros where a branch has less.
+    """Pass the crossing values from ``early`` to ``late`` in extra outputs that all branches share.
 
-    ``late`` has the operands of ``early`` among its own.
+    A branch returns zeros for the extra outputs that it does not need. ``late`` must have the operands of ``early``
+    among its own.
     """
     inner = [
         [value for value in crossing if value not in branch.inputs]
@@ -180,7 +181,7 @@ def connect_conds(
 
 
 def _share_places(crossings: Iterable[Iterable[Value]]) -> list[Value]:
-    """Places of each type, as many as the branch has that needs most of them."""
+    """Return shared outputs: of each type as many as the branch needs that has most crossing values of this type."""
     most: dict[tuple[object, ...], list[Value]] = {}
     for crossing in crossings:
         types = Counter(v.type for v in crossing)
@@ -192,7 +193,7 @@ def _share_places(crossings: Iterable[Iterable[Value]]) -> list[Value]:
 
 
 def _fill(places: Sequence[Value], crossing: Iterable[Value]) -> list[Value | None]:
-    """One branch's values in the shared places; None where it has none."""
+    """Assign one branch's crossing values to the shared outputs; None for an output that the branch does not use."""
     left = list(crossing)
     row: list[Value | None] = []
     for place in places:

@@ -1,4 +1,4 @@
-"""Makes the least of what a forward's scans and conds hand to those of its backward."""
+"""Minimise the values that a forward's scans and conds hand to those of its backward."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -12,13 +12,17 @@ from dualpipe_jax.split.slices import branch_known, derived, inner_known, substi
 def relink(
     early: Sequence[Node], late: Sequence[Node], given: Collection[Value]
 ) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """Lets late scans and conds compute for themselves what they need not be handed by early ones.
+    """Let late scans and conds compute values for themselves that early ones need not hand over.
 
-    A forward scan stacks what its backward reads. Inside the bodies it shows that some of it is a parameter,
-    or a cast of one, or a view of something else that is stacked.
+    A forward scan stacks the values that its backward reads. Only inside the bodies can one see that some of these are
+    a parameter, or a cast of one, or a view of another stacked value.
 
     Args:
+      early, late: the nodes of the forward and of the backward, in order.
       given: values that both parts have.
+
+    Returns:
+      The new early and late nodes.
     """
     first, second = list(early), list(late)
     for place, node in enumerate(second):

@@ -1,4 +1,4 @@
-"""Runs a program: binds its equations once more, under whatever trace the caller is in."""
+"""Run a program: bind its equations again, under the caller's current trace."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -13,11 +13,11 @@ from dualpipe_jax.split.graph import Atom, Cond, Constant, Equation, Node, Progr
 from dualpipe_jax.varying import vary, vary_alike, varying_axes
 
 _CASTS = frozenset({"pvary", "pcast"})
-"""Primitives that change which axes a value is typed as varying over, and nothing else."""
+"""Primitives that change only the mesh axes over which a value's type varies."""
 
 
 def evaluate(program: Program, arguments: Sequence[Any]) -> list[Any]:
-    """Runs a program on arrays or tracers; an argument nobody reads may be None."""
+    """Run a program on arrays or tracers; an argument that no equation reads may be None."""
     known = dict(zip(program.inputs, arguments, strict=True))
     run(program.equations, known)
     return values_of(known, program.outputs)
@@ -32,7 +32,7 @@ def values_of(known: dict[Value, Any], atoms: Sequence[Atom]) -> list[Any]:
 
 
 def run(nodes: Sequence[Node], known: dict[Value, Any]) -> None:
-    """Runs nodes whose inputs are known, and adds their outputs."""
+    """Run the nodes in order; read their inputs from ``known`` and add their outputs to it."""
     for node in nodes:
         with jax.named_scope(node.scope) if node.scope else contextlib.nullcontext():
             if isinstance(node, Scan):
@@ -58,10 +58,10 @@ def _bind(equation: Equation, known: dict[Value, Any]) -> Sequence[Any]:
 
 
 def _extra_axes(atoms: Sequence[Atom], arrays: Sequence[Any]) -> frozenset[str]:
-    """Axes that the arrays vary over and did not when they were traced.
+    """Return the mesh axes that the arrays vary over now but did not when they were traced.
 
-    A value that waited in a slot, or behind a barrier with others, comes back typed as varying over more axes. The
-    numbers are the same, so all that follows is typed likewise.
+    An array that was stored in a slot, or passed a barrier with others, returns with a type that varies over more axes.
+    The numbers are the same, so the results computed from it are typed likewise.
     """
     pairs = zip(atoms, arrays, strict=True)
     extra = (varying_axes(array) - atom.varying for atom, array in pairs if isinstance(atom, Value))
@@ -116,12 +116,12 @@ def _run_cond(cond: Cond, known: dict[Value, Any]) -> Sequence[Any]:
 
 
 def _operand(constant: Constant) -> Any:
-    """A constant as a primitive takes it: a literal as it stands in the jaxpr."""
+    """Return a constant as an input of a primitive: a literal unchanged, a filled array made."""
     return _full(constant) if np.shape(constant.value) != constant.kind.shape else constant.value
 
 
 def _array(known: dict[Value, Any], atom: Atom) -> Any:
-    """A value, or a constant as an array of its own dtype."""
+    """Return the array of a value, or a constant as an array of its own dtype."""
     if isinstance(atom, Value):
         return known[atom]
     return atom.value if isinstance(atom.value, jax.Array) else _full(atom)

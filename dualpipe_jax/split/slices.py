@@ -1,4 +1,4 @@
-"""Parts of a list of equations: what some values need, what is known from others, and the same renamed."""
+"""Parts of a list of equations: those that some values need, the values derived from others, and renamed copies."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,13 +23,13 @@ from dualpipe_jax.split.graph import (
 def prune(
     nodes: Sequence[Node], wanted: Iterable[Atom], keep: Callable[[Equation], bool] = has_effect
 ) -> tuple[tuple[Node, ...], set[Value]]:
-    """Drops what ``wanted`` does not need, inside scans and conds too.
+    """Drop what ``wanted`` does not need, also inside scans and conds.
 
     Args:
-      keep: equations to keep although nothing reads them; by default those with side effects.
+      keep: whether to keep an equation that nothing reads; by default those with side effects.
 
     Returns:
-      The nodes kept, and the values they and ``wanted`` read that no kept node defines.
+      The kept nodes, and the values that these and ``wanted`` read but no kept node defines.
     """
     live = set(values(wanted))
     kept: list[Node] = []
@@ -44,7 +44,7 @@ def prune(
 
 
 def _trim(node: Node, live: Collection[Value], keep: Callable[[Equation], bool]) -> Node | None:
-    """The node with what ``live`` needs of it, or None."""
+    """Return the node without the parts that ``live`` does not need; None if it needs nothing of it."""
     if isinstance(node, Scan):
         return trim_scan(node, live, keep)
     if isinstance(node, Cond):
@@ -55,7 +55,7 @@ def _trim(node: Node, live: Collection[Value], keep: Callable[[Equation], bool])
 def trim_scan(
     scan: Scan, live: Collection[Value], keep: Callable[[Equation], bool] = has_effect
 ) -> Scan | None:
-    """The scan without the carries, ys, consts and xs that ``live`` does not need."""
+    """Return the scan without the carries, ys, consts and xs that ``live`` does not need; None if nothing is left."""
     ys = tuple(y for y in scan.ys if y.outer in live)
     carry = tuple(c for c in scan.carry if c.end in live)
     while True:
@@ -75,7 +75,7 @@ def trim_scan(
 def trim_cond(
     cond: Cond, live: Collection[Value], keep: Callable[[Equation], bool] = has_effect
 ) -> Cond | None:
-    """The cond without the outputs and operands that ``live`` does not need."""
+    """Return the cond without the outputs and operands that ``live`` does not need; None if nothing is left."""
     places = [place for place, output in enumerate(cond.outputs) if output in live]
     kept = cond.giving(places)
     pruned = [prune(branch.equations, branch.outputs, keep) for branch in kept.branches]
@@ -95,12 +95,12 @@ def trim_cond(
 
 @dataclass(frozen=True)
 class _Rule:
-    """How what is known of values spreads: a node all of whose inputs have it hands it on to its outputs.
+    """How a property spreads from values to results: if all inputs of a node have it, its outputs have it too.
 
     Attributes:
-      passes: whether a node does so; scans and conds that do are looked into.
-      constant: whether a constant has it.
-      by_index: whether of a cond's outputs something is known only if it is of the index.
+      passes: whether a node passes the property on; scans and conds that do are searched inside.
+      constant: whether a constant has the property.
+      by_index: whether a cond's outputs can have the property only if its index has it.
     """
 
     passes: Callable[[Node], bool]
@@ -114,12 +114,12 @@ class _Rule:
 def derived(
     nodes: Sequence[Node], base: Iterable[Value], allowed: Callable[[Node], bool] = lambda _: True
 ) -> set[Value]:
-    """``base``, and every value computed from it and constants alone by ``allowed`` nodes."""
+    """Return ``base`` and every value computed from it and constants alone by ``allowed`` nodes."""
     return _spread(nodes, base, _Rule(allowed, lambda _: True, by_index=True))
 
 
 def zero_values(nodes: Sequence[Node]) -> set[Value]:
-    """Values that are zero whatever the rest is: what is summed and moved from zeros alone."""
+    """Return the values that are zero for all arguments: computed from zeros alone by ``KEEPS_ZEROS`` primitives."""
 
     def keeps_zeros(node: Node) -> bool:
         return not isinstance(node, Equation) or node.name in KEEPS_ZEROS
@@ -162,23 +162,23 @@ def _through_cond(cond: Cond, known: Collection[Value], rule: _Rule) -> set[Valu
 
 
 def inner_known(bindings: Iterable[Binding], known: Collection[Value]) -> set[Value]:
-    """The inner values whose outer ones are known or constant."""
+    """Return the inner values of bindings with an outer value that is known or constant."""
     return {b.inner for b in bindings if isinstance(b.outer, Constant) or b.outer in known}
 
 
 def branch_known(cond: Cond, branch: Program, known: Collection[Value]) -> set[Value]:
-    """The branch's inputs whose operands are known or constant."""
+    """Return the inputs of a branch with an operand that is known or constant."""
     pairs = zip(branch.inputs, cond.operands, strict=True)
     return inner_known((Binding(inner, outer) for inner, outer in pairs), known)
 
 
 def swap(atom: Atom, mapping: Mapping[Value, Atom]) -> Atom:
-    """What stands for an atom."""
+    """Return the replacement of an atom, or the atom itself if it has none."""
     return mapping.get(atom, atom) if isinstance(atom, Value) else atom
 
 
 def substitute(nodes: Iterable[Node], mapping: dict[Value, Atom]) -> tuple[Node, ...]:
-    """The nodes with the values they read replaced; what is inside scans and conds has names of its own."""
+    """Return the nodes with the values that they read replaced; bodies of scans and conds have values of their own."""
     result: list[Node] = []
     for node in nodes:
         if isinstance(node, Equation):

@@ -1,4 +1,4 @@
-"""Gradients of parameters that the kernel which makes them adds to their sum."""
+"""Gradients of parameters that a kernel adds to their sum itself."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,22 +13,27 @@ from dualpipe_jax.split.slices import prune
 def hand_in_sums(
     nodes: Sequence[Node], gradients: Sequence[Atom | None], dtypes: Sequence[Any], read: Iterable[Atom]
 ) -> tuple[tuple[Node, ...], tuple[Value | None, ...]]:
-    """The nodes of a backward, whose kernels add to sums where they can, and these sums.
+    """Return the nodes of a backward with kernels that add to sums where they can, and these sums.
 
     Arguments:
-      gradients: of parameters. One whose sum is handed in is the new sum, and no gradient any more.
-      dtypes: of each gradient's sum; None: it has none.
-      read: all else that is wanted of the nodes.
+      nodes: the nodes of the backward, in order.
+      gradients: the gradients of the parameters. If a sum is returned for one, the same atom is then the new sum
+        instead of the gradient.
+      dtypes: the dtype of each gradient's sum; None for a gradient without a sum.
+      read: all other values that are wanted of the nodes.
+
+    Returns:
+      The new nodes, and for each gradient the value of its sum so far, an input of the nodes; None for the others.
     """
     wanted = [*read, *(gradient for gradient in gradients if gradient is not None)]
-    # What rounded a gradient that is wide now still reads it.
+    # After ``widen``, the cast that used to round a gradient still reads it: drop the cast before uses are counted.
     nodes, _ = prune(nodes, wanted)
     uses = Counter(values([*wanted, *(atom for node in nodes for atom in node.inputs)]))
     made_by = definitions(nodes)
     adding: dict[Node, Equation] = {}
 
     def place_of(made: Atom) -> tuple[Equation, int] | None:
-        """What adds to marked zeros, and which of its inputs they are, if nothing else is done to the sum behind it."""
+        """Return the kernel that adds to marked zeros and the number of that input, if the sum is only handed on."""
         kernel = made_by.get(made) if isinstance(made, Value) and uses[made] == 1 else None
         if not isinstance(kernel, Equation):
             return None
@@ -59,7 +64,7 @@ def hand_in_sums(
 
 
 _HAND_ON = {"add": 2, "add_any": 2, "scatter-add": 1, "reshape": 1}
-"""Equations of which a sum comes out that goes into one of their first so many inputs."""
+"""Primitives that hand a sum on, by the number of leading inputs that may hold the sum."""
 
 
 def _is_marked(atom: Atom, made_by: Mapping[Value, Node]) -> bool:

@@ -1,4 +1,4 @@
-"""Traces functions into programs: one with its backward, as one graph, or one alone."""
+"""Trace functions into programs: a function with its backward as one graph, or a function alone."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from dualpipe_jax.split.widen import widen
 
 @dataclass(frozen=True, eq=False)
 class JointTrace:
-    """A function and its backward as one graph, leaf by leaf; a gradient is None where its leaf has none.
+    """A function and its backward as one graph, leaf by leaf; the gradient of a leaf without one is None.
 
-    ``sums`` are values that the backward is given beside dy: those to which it adds gradients of params itself.
+    ``sums`` are the sums to which the backward itself adds gradients of params; like dy, they are inputs of it.
     """
 
     params: tuple[Value, ...]
@@ -46,10 +46,10 @@ def trace_backward(
     wanted: Sequence[bool],
     sums: Sequence[Any] | None = None,
 ) -> JointTrace:
-    """Traces ``function(params, x)`` and its ``jax.vjp``; nothing is computed.
+    """Trace ``function(params, x)`` and its ``jax.vjp``; nothing is computed.
 
-    ``wanted``: for each leaf of params and of x whether it is differentiated by. A gradient that is zero whatever
-    the arguments are counts as none. ``sums``: see ``split_backward``.
+    ``wanted`` says for each leaf of params and of x whether its gradient is wanted. A gradient that is zero for all
+    arguments counts as none. ``sums``: see ``split_backward``.
     """
     box: dict[str, Any] = {}
 
@@ -113,10 +113,10 @@ def _unless_zero(gradient: Atom, zeros: Collection[Value]) -> Atom | None:
 def trace_program(
     function: Callable[..., Any], *arguments: Any, differentiable: bool = False
 ) -> tuple[Program, Any]:
-    """A function of trees as a program from leaves to leaves, and the tree of its result; nothing is computed.
+    """Trace a function of trees into a program from leaves to leaves; return it and the tree of its result.
 
-    ``differentiable``: keep the function's own derivatives and what it wants rematerialised, which cost the split's
-    view of what is inside.
+    Nothing is computed. With ``differentiable``, the function's custom derivatives and ``jax.checkpoint`` calls are
+    kept; the split then cannot see inside the former.
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
     reader = Reader(differentiable=differentiable)

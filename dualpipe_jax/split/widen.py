@@ -1,7 +1,7 @@
-"""Gradients of parameters in the dtype in which they are summed, straight from the products that make them.
+"""Gradients of parameters in the dtype in which they are summed, directly from the products that make them.
 
-``jax.vjp`` rounds a gradient to its parameter's dtype. Where many of them are summed in float32 that loses bits, and
-on GPU time: a product adds to what is there, as its last step, only if it makes the same dtype.
+``jax.vjp`` rounds a gradient to its parameter's dtype. If many gradients are summed in float32, this loses bits, and on
+GPU also time: a product can add to the sum in its last step only if it makes the dtype of the sum.
 """
 
 from collections import Counter
@@ -15,7 +15,7 @@ from jax import lax
 from dualpipe_jax.split.graph import Atom, Equation, Node, Value, definitions, values
 
 _MOVES = frozenset({"add_any", "concatenate", "reshape", "split", "transpose"})
-"""What a gradient may pass through on its way from a product: these make the dtype that they are given."""
+"""Primitives that a gradient may pass after its product: their results have the dtype of their inputs."""
 
 _Changed = dict[Node, Equation]
 
@@ -23,14 +23,14 @@ _Changed = dict[Node, Equation]
 def widen(
     nodes: Sequence[Node], gradients: Sequence[Atom | None], dtypes: Sequence[Any], read: Iterable[Atom]
 ) -> tuple[tuple[Node, ...], tuple[Atom | None, ...]]:
-    """The nodes of a backward, and gradients of parameters, where products can make them in wider dtypes.
+    """Return the nodes of a backward and the gradients of parameters, in wider dtypes if their products can make these.
 
-    A gradient that anything else reads, or that is neither a matrix product nor rounded from that dtype, stays as it
-    is.
+    A gradient that anything else reads, or that is neither a matrix product nor rounded from the wider dtype, is
+    unchanged.
 
     Arguments:
-      dtypes: of each gradient's sum; None: leave it.
-      read: all else that is wanted of the nodes.
+      dtypes: the dtype of each gradient's sum; None to leave the gradient unchanged.
+      read: all other values that are wanted of the nodes.
     """
     uses = Counter(values(atom for node in nodes for atom in node.inputs))
     uses.update(values([*read, *(gradient for gradient in gradients if gradient is not None)]))
@@ -50,14 +50,15 @@ class _Graph:
     uses: Counter[Value]
 
     def wide(self, atom: Atom, dtype: Any) -> tuple[Value, _Changed] | None:
-        """The value in a wider dtype, and what makes it so; None where that cannot be."""
+        """Return the value in a wider dtype and the nodes that change for it; None if that is impossible."""
         node = self.made_by.get(atom) if isinstance(atom, Value) else None
         if not isinstance(node, Equation) or not isinstance(atom, Value) or self.uses[atom] > 1:
             return None
         if not (jnp.issubdtype(atom.dtype, jnp.floating) and atom.dtype.itemsize < dtype.itemsize):
             return None
         made = Value(atom.shape, dtype, atom.varying, atom.memory)
-        if node.name == "convert_element_type":  # a kernel that sums in the wider dtype, rounded at the end
+        # A kernel that sums in the wider dtype and rounds at the end: take the result before it is rounded.
+        if node.name == "convert_element_type":
             exact = node.inputs[0]
             return (exact, {}) if isinstance(exact, Value) and exact.dtype == dtype else None
         if node.name == "dot_general" and _is_plain(node.params["precision"]):
@@ -79,6 +80,6 @@ class _Graph:
 
 
 def _is_plain(precision: Any) -> bool:
-    """Whether it leaves the dtype of the result open, as no named algorithm does."""
+    """Whether the precision leaves the dtype of the result open; a named algorithm fixes it."""
     each = precision if isinstance(precision, tuple) else (precision,)
     return all(one is None or isinstance(one, lax.Precision) for one in each)
