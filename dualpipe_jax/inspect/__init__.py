@@ -1,6 +1,6 @@
 """Read compiled programs: which communication is hidden, which buffers are copied, how much memory is needed.
 
-Works on any program that JAX compiled, for TPU, GPU or CPU, also ahead of time for devices that are not present:
+It works on any program that JAX compiled for TPU, GPU or CPU, also ahead of time for devices that are not present:
 
 >>> import jax, jax.numpy as jnp
 >>> from dualpipe_jax import inspect

@@ -1,6 +1,6 @@
-"""Collectives of a scheduled computation: where each begins and ends.
+"""Find the collectives of a scheduled computation, and where each begins and ends.
 
-Compilers print an asynchronous collective in several ways, which all become one ``Pair`` here:
+Compilers print an asynchronous collective in several ways; each of these becomes one ``Pair`` here:
 
   all-to-all-start ... all-to-all-done       its own opcodes (also permutes, gathers, reductions)
   async-start ... async-update ... async-done        around a computation that holds the collective
@@ -8,7 +8,7 @@ Compilers print an asynchronous collective in several ways, which all become one
   fusion ... fusion ... fusion               a TPU's gathers: AsyncCollectiveStart, steps, AsyncCollectiveDone inside
   all-to-all-start with "is_sync":true in its config          a GPU's blocking call, asynchronous in name only
 
-and a plain ``all-to-all`` is a synchronous one: the compiler found nothing to put in between.
+and a plain ``all-to-all`` is a synchronous one: the compiler found no work to put between its start and its done.
 """
 
 import math
@@ -46,12 +46,12 @@ class Pair(NamedTuple):
     Attributes:
       kind: one of ``KINDS``.
       form: ``async``, ``sparsecore`` (asynchronous, run by the TPU's SparseCore) or ``sync``.
-      issued: the instruction that names it: the start, or the whole of a synchronous one.
-      start: position in its computation at which it begins to run; of SparseCore calls that is the update.
-      done: position at which the core waits for it; the computation's length if another one does.
-      payload: bytes of what a device gives or of what it gets, whichever is more.
-      groups: numbers of the devices that take part together, of permutes pairs of a source and a target; None where
-        the text does not say.
+      issued: the instruction that names the collective: its start, or the single instruction of a synchronous one.
+      start: position in its computation at which it begins to run; the update's position for SparseCore calls.
+      done: position at which the core waits for it; the computation's length if another computation waits.
+      payload: bytes that a device sends or receives, whichever is more.
+      groups: numbers of the devices of each group; for permutes, pairs of a source and a target. None if the text does
+        not say.
     """
 
     kind: str
@@ -64,12 +64,12 @@ class Pair(NamedTuple):
 
     @property
     def group_size(self) -> int | None:
-        """Devices of the first group; None for permutes."""
+        """Number of devices in the first group; None for permutes or if the groups are not known."""
         return None if self.groups is None or self.kind == "collective-permute" else len(self.groups[0])
 
 
 def collectives(module: Module, computation: Computation) -> list[Pair]:
-    """Collectives that a computation issues itself, in the order in which they begin."""
+    """Return the collectives that a computation issues itself, in the order in which they begin."""
     waits = _waits(module, computation)
     found = []
     for k, instruction in enumerate(computation):
@@ -90,7 +90,7 @@ def collectives(module: Module, computation: Computation) -> list[Pair]:
 
 
 def kind_of(module: Module, instruction: Instruction) -> str | None:
-    """The collective that an instruction is or starts, also one wrapped in a computation; None if it is none."""
+    """Return the kind of the collective that an instruction is part of, also if wrapped in a computation; else None."""
     base = instruction.opcode.removesuffix("-start").removesuffix("-done").removesuffix("-update")
     if base in KINDS:
         return base
@@ -101,9 +101,10 @@ def kind_of(module: Module, instruction: Instruction) -> str | None:
 
 
 def phase_of(module: Module, instruction: Instruction) -> str:
-    """What an instruction does of a collective, if it has to do with one: start, update, done, or the whole.
+    """Return the phase of a collective that an instruction runs: "start", "update", "done" or "whole".
 
-    A fusion that computes while it passes a collective on is an update.
+    The result means nothing for an instruction without a collective. A fusion that computes while it passes a
+    collective on is an update.
     """
     for phase in ("start", "update", "done"):
         if instruction.opcode.endswith(f"-{phase}"):
@@ -120,7 +121,7 @@ def phase_of(module: Module, instruction: Instruction) -> str:
 
 
 def _waits(module: Module, computation: Computation) -> dict[str, tuple[int | None, int]]:
-    """Name of each start -> (position of its first update or None, position of its done)."""
+    """Return, by the name of each start, (position of its first update or None, position of its done)."""
     found = {}
     for k, done in enumerate(computation):
         if phase_of(module, done) == "done":
@@ -133,7 +134,7 @@ def _waits(module: Module, computation: Computation) -> dict[str, tuple[int | No
 
 
 def _source(computation: Computation, instruction: Instruction) -> Instruction | None:
-    """What made its first operand, seen through tuples."""
+    """Return the instruction that made the first operand, seen through get-tuple-elements."""
     source = computation.by_name.get(instruction.operands[0]) if instruction.operands else None
     while source is not None and source.opcode == "get-tuple-element":
         source = computation.by_name.get(source.operands[0])
@@ -141,15 +142,19 @@ def _source(computation: Computation, instruction: Instruction) -> Instruction |
 
 
 def _payload(computation: Computation, issued: Instruction, done: int) -> int:
-    """The larger of what goes in and what comes out; the state of an asynchronous start is neither."""
+    """Return the larger of input and output bytes; the state of an asynchronous start counts as neither."""
     got = computation.instructions[done].nbytes if done < len(computation.instructions) else 0
     if issued.opcode == "fusion":
-        return got  # it may read more than the collective does
+        return got  # A fusion may read more than its collective does.
     return max(got, sum(operand.nbytes for operand in computation.operands(issued)))
 
 
 def _groups(module: Module, issued: Instruction) -> tuple[tuple[int, ...], ...] | None:
-    """``{{0,1},{2,3}}``, ``[2,2]<=[4]``, ``[2,2]<=[2,2]T(1,0)`` or, since jax 0.12, ``mesh['a'=2,'b'=2] {'b'}``."""
+    """Return the groups of a collective, which HLO prints in several ways.
+
+    These are ``{{0,1},{2,3}}``, ``[2,2]<=[4]``, ``[2,2]<=[2,2]T(1,0)`` and, since jax 0.12,
+    ``mesh['a'=2,'b'=2] {'b'}``.
+    """
     inside = (i.attributes for name in issued.called() for i in module.inside(name))
     for attributes in (issued.attributes, *inside):
         if pairs := _PAIRS.search(attributes):
@@ -167,7 +172,7 @@ def _groups(module: Module, issued: Instruction) -> tuple[tuple[int, ...], ...] 
 
 
 def _of_mesh(mesh: str, axes: str) -> tuple[tuple[int, ...], ...]:
-    """Groups along axes of a mesh; ``'a':(2)4`` is a part of an axis, 4 long, with 2 of them before it."""
+    """Return the groups along axes of a mesh; ``'a':(2)4`` is a part of size 4 of an axis, after a part of size 2."""
     sizes = {name: int(whole) for name, _, _, whole in _AXIS.findall(mesh)}
     parts: dict[str, list[tuple[int, int]]] = {}
     for name, before, part, _ in _AXIS.findall(axes):
@@ -191,14 +196,14 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def is_matmul(instruction: Instruction, targets: re.Pattern[str]) -> bool:
-    """Whether it is by itself a matrix product: dot, convolution, or a call of a kernel that targets names."""
+    """Whether an instruction is itself a matrix product: dot, convolution, or a custom call that ``targets`` match."""
     if instruction.opcode in ("dot", "convolution", "ragged-dot"):
         return True
     return instruction.opcode == "custom-call" and bool(targets.search(instruction.target))
 
 
 def matmuls(module: Module, instruction: Instruction, targets: re.Pattern[str]) -> Iterator[Instruction]:
-    """Matrix products that an instruction runs, itself included; those of loops counted once."""
+    """Yield the matrix products that an instruction runs, itself included; those inside loops once."""
     if is_matmul(instruction, targets):
         yield instruction
     for name in instruction.called():

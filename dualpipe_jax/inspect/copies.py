@@ -1,4 +1,4 @@
-"""Copies of large buffers, above all those that a loop makes again in every trip."""
+"""Find copies of large buffers, above all those that a loop repeats in every iteration."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -7,21 +7,21 @@ from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.inspect.hlo import Array, Computation, Instruction, Module, read
 
 _MOVES = ("copy", "bitcast", "transpose", "reshape", "parameter", "get-tuple-element", "tuple")
-"""Opcodes of which a fusion that only moves data consists."""
+"""Opcodes that only move data; a fusion of these alone is a copy."""
 
 
 class Copy(NamedTuple):
     """One copy of a buffer.
 
     Attributes:
-      name, opcode: of the instruction; a fusion that does nothing but copy or transpose counts too.
-      array: what is copied, as HLO prints it: ``Array("bf16", (5, 2048, 1024))``.
-      nbytes: of it.
-      computation, context: where; the context is the path of loops and branches from the entry.
+      name, opcode: those of the instruction; a fusion that does nothing but copy or transpose counts too.
+      array: the copied array, as HLO prints it: ``Array("bf16", (5, 2048, 1024))``.
+      nbytes: bytes of the array.
+      computation, context: the computation of the instruction, and the path of loops and branches to it from the entry.
       in_loop: whether some loop repeats it.
-      changes_memory: whether it goes from one memory space to another, as the TPU's prefetch into its
-        vector memory does, rather than making a second buffer in the same one.
-      op_name: JAX's name of what was copied, if the compiler kept it.
+      changes_memory: whether the copy goes to another memory space, as the TPU's prefetch into its vector memory
+        does, rather than to a second buffer in the same one.
+      op_name: JAX's name of the copied value, if the compiler kept it.
     """
 
     name: str
@@ -37,9 +37,9 @@ class Copy(NamedTuple):
 
 @typechecked
 def copies(program: Any, min_bytes: int = 1 << 20, *, in_loops: bool = True) -> tuple[Copy, ...]:
-    """Copies of buffers of at least min_bytes, largest first.
+    """Return the copies of buffers of at least min_bytes, largest first.
 
-    A loop that updates slot pools, sums and parameters in place holds none of their shape:
+    A loop that updates slot pools, sums and parameters in place holds no copy of their shape:
 
     >>> import jax, jax.numpy as jnp
     >>> from dualpipe_jax import inspect
@@ -49,9 +49,9 @@ def copies(program: Any, min_bytes: int = 1 << 20, *, in_loops: bool = True) -> 
     []
 
     Args:
-      program: what ``overlap`` takes.
-      min_bytes: smaller ones are left out.
-      in_loops: only those that a loop repeats; False gives all.
+      program: a program as ``overlap`` takes it.
+      min_bytes: the least bytes of a copied buffer; smaller copies are left out.
+      in_loops: whether to return only copies that a loop repeats; False returns all.
     """
     module = read(program)
     found = [
@@ -83,7 +83,7 @@ def _copies(module: Module, computation: Computation, context: str) -> Iterator[
 
 
 def _only_moves(module: Module, instruction: Instruction) -> bool:
-    """Whether a fusion copies or transposes something whole, and does nothing else."""
+    """Whether an instruction is a transpose, or a fusion that only copies or transposes a whole array."""
     if instruction.opcode == "transpose":
         return True
     if instruction.opcode != "fusion":
@@ -93,6 +93,6 @@ def _only_moves(module: Module, instruction: Instruction) -> bool:
 
 
 def _memory(shape: str) -> str:
-    """Memory space of the first array of a shape: ``S(1)`` in ``bf16[8]{0:T(256)S(1)}``."""
+    """Return the memory space of the first array of a shape: ``S(1)`` in ``bf16[8]{0:T(256)S(1)}``."""
     layout = shape.partition("{")[2].partition("}")[0]
     return layout[layout.find("S(") :] if "S(" in layout else ""

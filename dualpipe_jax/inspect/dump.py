@@ -1,7 +1,7 @@
-"""Finds the compiled program among the files that XLA dumps.
+"""Find the compiled program among the files that XLA dumps.
 
 ``XLA_FLAGS="--xla_dump_to=FOLDER --xla_dump_hlo_as_text"`` makes XLA write each program at several points of its
-compilation. The last of them says most: after code generation on a TPU, after all optimizations elsewhere.
+compilation. The last text has the most information: after code generation on a TPU, after all optimizations elsewhere.
 """
 
 import re
@@ -11,26 +11,26 @@ from typing import NamedTuple
 from dualpipe_jax.inspect.collectives import KINDS
 
 HOW = 'XLA_FLAGS="--xla_dump_to=FOLDER --xla_dump_hlo_as_text"'
-"""What makes XLA write what can be read here."""
+"""The setting with which XLA writes text that this package can read."""
 
 _PROGRAM = re.compile(r"(module_\d+\.[^.]+)\.(?:.*\.)?(?:[\w.]*_)?(after_\w+)\.txt$")
 _PASSES = "after_codegen", "after_optimizations"
-"""The points that are read, the best one first."""
+"""The points of compilation whose texts are read, the best one first."""
 _SENDS = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(")
 
 
 class Found(NamedTuple):
-    """The file of the program that communicates most, and those of all others."""
+    """The file of the program with the most collectives, and the files of all other programs."""
 
     file: Path
     others: tuple[Path, ...] = ()
 
 
 def find_program(path: Path) -> Found:
-    """A file itself; of a folder the program with the most collectives, of equal ones the longest.
+    """Return a file as it is; for a folder, its program with the most collectives, the longest one if several have.
 
     Raises:
-      ValueError: the folder holds no compiled program as text.
+      ValueError: if the folder holds no compiled program as text.
     """
     if not path.is_dir():
         return Found(path)

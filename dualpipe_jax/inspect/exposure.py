@@ -1,8 +1,9 @@
-"""Why a collective is exposed: which work could have hidden it, and what kept that work from doing so.
+"""Explain why a collective is exposed: which work could have hidden it, and what prevented that.
 
-Only the collective's own computation is looked at: a loop in it is one instruction, and of a loop's body the next
-round is not seen. Work can hide a collective if it neither makes what the collective sends nor reads what it brings,
-itself or through others. Each collective is looked at alone; several may be after the same work.
+Only the collective's own computation is searched: a loop in it is one instruction, and for a loop's body the next
+iteration is not considered. Work can hide a collective if the collective does not depend on it, and it does not depend
+on the collective, directly or through other instructions. Each collective is explained alone; the same work may be
+named for several.
 """
 
 import dataclasses
@@ -20,10 +21,10 @@ Cause = Literal["synchronous", "order", "link", "dependence"]
 
 _CONTROL = re.compile(r"control-predecessors=\{([^}]*)\}")
 _NAMED = 3
-"""Pieces of work that a sentence names."""
+"""The largest number of pieces of work that a sentence names."""
 
 _WORTH = 0.05
-"""What part of the exposed cycles a piece must have to be named."""
+"""The least share of the exposed cycles that a piece of work must have to be named."""
 
 
 class Piece(NamedTuple):
@@ -39,17 +40,17 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Exposure:
-    """A collective that is not hidden whole, and why.
+    """A collective that is not completely hidden, and why.
 
     Attributes:
-      collective: with the cycles of it that are exposed.
+      collective: the collective, with its exposed cycles.
       times: how often it runs in the program.
-      cause: ``synchronous``: the core waits for as long as it runs. ``order``: work that could hide at least half of
-        what is exposed stands before its start or behind its done. ``link``: another collective of its kind was still
-        running after its start, for at least half as long as what is exposed. ``dependence``: none of these.
-      elsewhere: cycles of the work that could hide it and does not stand between its start and its done.
-      could: the largest pieces of it, the largest first.
-      queued: cycles from its start until the one before it of its kind had ended.
+      cause: ``synchronous``: the core waits as long as it runs. ``order``: work that could hide at least half of
+        the exposed cycles stands before its start or after its done. ``link``: another collective of its kind was still
+        running after its start, for at least half of the exposed cycles. ``dependence``: none of these.
+      elsewhere: cycles of the work that could hide it but does not stand between its start and its done.
+      could: the largest pieces of this work, the largest first.
+      queued: cycles from its start until the previous collective of its kind ended.
     """
 
     collective: Collective
@@ -61,12 +62,12 @@ class Exposure:
 
     @property
     def lost(self) -> float:
-        """Exposed cycles of all times that it runs."""
+        """Exposed cycles of all its runs in the program."""
         return self.times * (self.collective.exposed or 0.0)
 
     @property
     def gain(self) -> float:
-        """Exposed cycles of one time that the work elsewhere could hide, if no other collective took that work."""
+        """Exposed cycles of one run that the work elsewhere could hide, if no other collective used that work."""
         return min(self.collective.exposed or 0.0, self.elsewhere)
 
     def __str__(self) -> str:
@@ -105,12 +106,12 @@ class Exposure:
 
 
 def short(op_name: str) -> str:
-    """The end of JAX's name of an operation: what is nearest to the line that a person wrote."""
+    """Return the last three parts of JAX's name of an operation, which are the nearest to the user's code."""
     return "/".join(op_name.split("/")[-3:])
 
 
 class Dependence:
-    """Which instructions of a computation need which others; they are told by their positions."""
+    """Which instructions of a computation depend on which others; instructions are given by their positions."""
 
     def __init__(self, computation: Computation):
         self.computation, position = computation, computation.position
@@ -128,15 +129,15 @@ class Dependence:
         return found
 
     def related(self, at: int) -> set[int]:
-        """What an instruction needs and what needs it, directly or through others, and the instruction itself."""
+        """Return the instruction, all that it depends on and all that depend on it, directly or through others."""
         return _reached(at, self._needs) | _reached(at, self._readers)
 
     def longest(self, cycles: Sequence[float], flights: Mapping[int, tuple[int, float]]) -> float:
-        """Cycles of the longest chain of instructions in which each needs the one before it.
+        """Return the cycles of the longest chain of instructions in which each depends on the previous one.
 
         Args:
-          cycles: of each instruction.
-          flights: done of each collective -> its start, and cycles from the one to the other.
+          cycles: the cycles of each instruction.
+          flights: by the position of each collective's done, the position of its start and the cycles between the two.
         """
         ends = [0.0] * len(self._needs)
         for at, needed in enumerate(self._needs):
@@ -170,11 +171,13 @@ def explain(
     queued: float,
     times: int,
 ) -> Exposure:
-    """Why a collective is exposed.
+    """Return why a collective is exposed.
 
     Args:
-      dependence, works: of where it stands, what each instruction needs, and what it keeps busy.
-      pair, collective: where it begins and ends, and its cycles.
+      dependence: the dependences of the computation that issues it.
+      works: the work of each instruction of this computation, None for those without.
+      pair: the collective's start and done.
+      collective: the collective with its cycles.
       queued, times: see ``Exposure``.
     """
     computation = dependence.computation

@@ -1,6 +1,6 @@
-"""What lies between the devices of a group: how long a collective takes where they are.
+"""Model the network between devices: how long a collective takes, by the places of its devices.
 
-Devices are numbered as a compiled program numbers them, in the order of the mesh that it was compiled for.
+Devices are numbered as in a compiled program, in the order of the mesh for which it was compiled.
 """
 
 import dataclasses
@@ -12,31 +12,31 @@ import numpy as np
 from dualpipe_jax.torus import Shape, busiest_link, max_link_messages
 
 Groups = tuple[tuple[int, ...], ...]
-"""Numbers of the devices that take part together; of permutes each pair of a source and a target."""
+"""The device numbers of each group; for permutes, pairs of a source and a target."""
 
 EXCHANGES = "all-to-all", "ragged-all-to-all"
 PERMUTE = "collective-permute"
 _RINGS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
-"""How often all but a device's own part of the payload passes it."""
+"""How often a ring moves the payload, without the device's own part, through each device."""
 
 
 class Fabric(Protocol):
-    """What joins devices, by how long collectives take on it."""
+    """A network between devices, which tells the durations of collectives."""
 
     def collective(self, kind: str, payload: float, groups: Groups) -> float:
-        """Cycles that a collective of ``payload`` bytes a device takes at least, in all groups at once; 0: unknown."""
+        """Return the least cycles of a collective of ``payload`` bytes a device in all groups at once; 0 if unknown."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Nodes:
-    """Nodes of equally many devices, joined by a switch inside and by a network card for each device between.
+    """Nodes with the same number of devices, with a switch inside each node and one network card per device between.
 
     >>> Nodes(8, inside=450e9, between=50e9).collective("all-to-all", 64 << 20, (tuple(range(16)),))  # seconds
     0.00067108864
 
     Attributes:
-      size: devices of a node; device i is on node i // size.
-      inside, between: bytes a cycle, each way, of a device.
+      size: number of devices of a node; device i is on node i // size.
+      inside, between: bytes per cycle, each way, of a device, inside a node and between nodes.
     """
 
     size: int
@@ -44,10 +44,10 @@ class Nodes:
     between: float
 
     def collective(self, kind: str, payload: float, groups: Groups) -> float:
-        """What goes inside and what goes between go at once; the longer of both.
+        """Return the cycles of a collective; transfers inside and between nodes run at once, and the longer one counts.
 
-        Of an all-to-all every device sends its own; what is gathered or reduced crosses to a node once, over the cards
-        of all devices that the group has there.
+        In an all-to-all every device sends its own data. Data that is gathered or reduced crosses to a node once, over
+        the cards of all devices that the group has there.
         """
         if kind == PERMUTE:
             across = any(len({device // self.size for device in pair}) > 1 for pair in groups)
@@ -65,24 +65,24 @@ class Nodes:
 
     def _ring(self, payload: float, group: tuple[int, ...]) -> float:
         there = self._on_nodes(group)
-        others = 1 - there / len(group)  # what a node does not have
+        others = 1 - there / len(group)  # The share of the payload that a node does not have.
         inside = payload * (1 - 1 / len(group)) / self.inside if there.max() > 1 else 0.0
         return max(inside, float((payload * others / (there * self.between)).max()))
 
     def _on_nodes(self, group: tuple[int, ...]) -> np.ndarray:
-        """Devices of the group on each node that has some."""
+        """Return the number of the group's devices on each node that has any."""
         beside = np.bincount(np.asarray(group) // self.size)
         return np.asarray(beside[beside > 0])
 
 
 @dataclasses.dataclass(frozen=True)
 class Torus:
-    """A TPU's torus, and where on it the devices of a mesh lie.
+    """A TPU's torus, and the places of a mesh's devices on it.
 
     Attributes:
-      shape: chips along each dim.
-      places: of each device, the coordinates of its chip.
-      link: bytes a cycle from a chip to a neighbour.
+      shape: number of chips along each dim.
+      places: the coordinates of each device's chip.
+      link: bytes per cycle from a chip to a neighbour.
     """
 
     shape: Shape
@@ -90,9 +90,9 @@ class Torus:
     link: float
 
     def collective(self, kind: str, payload: float, groups: Groups) -> float:
-        """What the busiest link needs, see ``torus.busiest_link``; groups of different sizes one after the other.
+        """Return the cycles of the busiest link, see ``torus.busiest_link``; groups of different sizes run in sequence.
 
-        Of gathers and reductions, which need not take shortest ways, nothing is said.
+        The result is 0, unknown, for gathers and reductions, which need not take shortest paths.
         """
         if kind not in (*EXCHANGES, PERMUTE):
             return 0.0

@@ -1,5 +1,5 @@
-"""NVIDIA's GPUs: what their compiler is told of them, how fast they and their links are as published, and how much of
-it programs reach, as measured where anybody had one.
+"""NVIDIA's GPUs: their description for the compiler, the published rates of them and their links, and the part of these
+rates that programs reach, as measured on those GPUs that were available.
 """
 
 import dataclasses
@@ -9,20 +9,21 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True)
 class Reached:
-    """What compiled programs reach of a GPU's published rates.
+    """The part of a GPU's published rates that compiled programs reach.
 
     Attributes:
-      attention: shares of its operations a second that the best kernel known here does in causal attention over
+      attention: shares of its peak FLOP/s that the best kernel known here reaches in causal attention over
         sequences of some thousand tokens: forward, backward.
-      products: share that matrix products do, beside the time of ``operands``.
-      grouped: share that grouped products of unequal groups do, by the kernels of ``parallel.mosaic``, likewise.
-      operands: bytes a second that products take in and give out besides; None: all behind their arithmetic. With one
-        share of all, a product reaches more the more it multiplies for each byte.
-      memory: share of its memory's bytes a second, read plus written.
-      launch: seconds that every kernel takes besides.
-      host: seconds until its host has seen a number and goes on: before each trip of a loop that may end, and before a
-        conditional.
-      source: who measured these, on what.
+      products: share of its peak FLOP/s that matrix products reach, in addition to the time of ``operands``.
+      grouped: the same share for grouped products of unequal groups, by the kernels of ``parallel.mosaic``.
+      operands: bytes per second at which products read operands and write results, added to the time of the arithmetic;
+        None: hidden behind the arithmetic. With the same share for all, a product reaches more of the peak the more it
+        multiplies for each byte.
+      memory: share of its memory bandwidth, read plus written.
+      launch: seconds that every kernel takes in addition.
+      host: seconds until the host has read a number and continues: before each iteration of a loop that may end, and
+        before a conditional.
+      source: who measured these figures, and on which GPU.
     """
 
     attention: tuple[float, float]
@@ -37,24 +38,24 @@ class Reached:
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """One GPU of a kind.
+    """One model of GPU.
 
     Attributes:
-      name: as its driver reports it.
+      name: the GPU's name as its driver reports it.
       capability: the major version of its CUDA compute capability.
-      multiprocessors: streaming multiprocessors that are not fused off.
-      boost: hertz, the highest clock.
+      multiprocessors: number of streaming multiprocessors that are not fused off.
+      boost: the highest clock in hertz.
       size: bytes of memory as its driver reports them; programs get ``memory``.
-      l2_cache: bytes.
-      memory: bytes that a program may take: those of its name, for contexts and libraries take part of ``size``.
-      flops: floating-point operations a second in bfloat16, dense.
-      bandwidth: bytes a second of its memory, read plus written.
-      clock: hertz at which its matrix units reach ``flops``; times are given in cycles of it.
-      nvlink: bytes a second, each way, to the others of its node.
-      network: bytes a second, each way, of its own network card, to other nodes.
-      source: of ``flops``, ``bandwidth`` and the links.
-      published: what is reached if all but attention is as published.
-      reached: what is reached as measured; None if nobody here had one.
+      l2_cache: bytes of the L2 cache.
+      memory: bytes that a program may take: the size in its name, because contexts and libraries take part of ``size``.
+      flops: floating-point operations per second in bfloat16, dense.
+      bandwidth: bytes per second of its memory, read plus written.
+      clock: hertz at which its matrix units reach ``flops``; times are given in cycles of this clock.
+      nvlink: bytes per second, each way, to the other GPUs of its node.
+      network: bytes per second, each way, of its own network card, to other nodes.
+      source: the source of ``flops``, ``bandwidth`` and the links.
+      published: the reached rates if all but attention is as published.
+      reached: the reached rates as measured; None if this GPU was not measured here.
     """
 
     name: str
@@ -74,10 +75,10 @@ class Gpu:
     reached: Reached | None = None
 
     def target_config(self) -> str:
-        """XLA's GpuTargetConfigProto, as text, for compiling where there is no such GPU.
+        """Return XLA's GpuTargetConfigProto as text, to compile where no such GPU is present.
 
-        Sizes of blocks, registers and shared memory are those of the CUDA programming guide's table of compute
-        capabilities.
+        Sizes of blocks, registers and shared memory are those of the table of compute capabilities in the CUDA
+        programming guide.
         """
         hopper_or_later = self.capability >= 9
         shared = (228 if hopper_or_later else 164) * 1024
@@ -157,8 +158,8 @@ _H100 = Gpu(
 )
 
 _BLACKWELL = Reached(attention=(0.55, 0.5))
-"""The forward of a B200: arXiv 2603.05451, FlashAttention-4, of cuDNN 9.13. The backward's share is an H100's, for none
-is published, and a GB200's are a B200's."""
+"""The forward's share is that of cuDNN 9.13 on a B200 (arXiv 2603.05451, FlashAttention-4). The backward's share is the
+H100's, because none is published for a B200. A GB200 has the shares of a B200."""
 
 GPUS: Mapping[str, Gpu] = {
     "a100": Gpu(
@@ -221,13 +222,13 @@ GPUS: Mapping[str, Gpu] = {
         published=_BLACKWELL,
     ),
 }
-"""By the name of a target. Multiprocessors, clocks, caches and sizes are those that XLA's own target files state. An
-H200's size and cache are what its driver and PyTorch said.
+"""GPUs by the name of their target. Multiprocessors, clocks, caches and sizes are those of XLA's own target files; the
+size and cache of an H200 are those that its driver and PyTorch reported.
 """
 
 
 def gpu_generation(device_kind: str) -> str | None:
-    """The name in ``GPUS`` of a GPU by ``jax.devices()[0].device_kind``, None if it is not known.
+    """Return the name in ``GPUS`` of a GPU from ``jax.devices()[0].device_kind``, None if it is not known.
 
     >>> gpu_generation("NVIDIA H100 80GB HBM3"), gpu_generation("NVIDIA GB200"), gpu_generation("NVIDIA L4")
     ('h100', 'gb200', None)

@@ -1,8 +1,8 @@
-"""A compiled program's text, read into values.
+"""Parse the text of a compiled program.
 
-``read`` takes what ``jax.jit(f).lower(...).compile()`` returns, or its ``as_text()``, for TPU, GPU or CPU. In a
+``read`` takes the result of ``jax.jit(f).lower(...).compile()``, or its ``as_text()``, for TPU, GPU or CPU. In a
 scheduled module (``is_scheduled=true``) the order of a computation's lines is the order in which the device
-issues them, which is what the rest of this package rests on.
+issues them; the rest of this package relies on that.
 """
 
 import dataclasses
@@ -32,20 +32,20 @@ _BRANCHES = ("branch_computations", "true_computation", "false_computation")
 
 
 class Array(NamedTuple):
-    """Element type as HLO prints it, and sizes of the dimensions."""
+    """An array's element type as HLO prints it, and the sizes of its dimensions."""
 
     dtype: str
     dims: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements, packed; the padding of a tiled layout is not counted."""
+        """Bytes of its packed elements; the padding of a tiled layout is not counted."""
         bits = 8 if self.dtype == "pred" else int(m[1]) if (m := _BITS.match(self.dtype)) else 0
         return math.ceil(math.prod(self.dims) * bits / 8)
 
 
 class Call(NamedTuple):
-    """A computation that an instruction runs: in which role (calls, to_apply, body, condition, branch)."""
+    """A computation that an instruction runs, and its role (such as calls, to_apply, body, condition, branch)."""
 
     role: str
     computation: str
@@ -57,14 +57,14 @@ class Instruction:
 
     Attributes:
       name: its name in the module, without ``%``.
-      opcode: such as ``fusion`` or ``all-to-all-start``.
-      shape: what it makes, as text: ``bf16[8,128]{1,0}`` or a tuple of such.
-      operands: names of the instructions it reads, all of its own computation.
-      calls: computations it runs.
+      opcode: its operation, such as ``fusion`` or ``all-to-all-start``.
+      shape: the type of its result as text: ``bf16[8,128]{1,0}``, or a tuple of these.
+      operands: names of the instructions that it reads, all of its own computation.
+      calls: the computations that it runs.
       op_name: JAX's name stack (``metadata={op_name=...}``), empty where the compiler kept none.
       cycles: the TPU compiler's ``estimated_cycles``; None where it gave none (copies, Pallas calls, GPU, CPU).
       attributes: the rest of the line; ``config`` is its ``backend_config``.
-      is_root: whether it makes the computation's result.
+      is_root: whether it is the computation's result.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Instruction:
 
     @property
     def arrays(self) -> tuple[Array, ...]:
-        """Arrays in its shape, those of nested tuples too."""
+        """The arrays in its shape, those of nested tuples too."""
         return arrays(self.shape)
 
     @property
@@ -94,16 +94,16 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """What a custom call calls."""
+        """The target of a custom call; empty for other instructions."""
         return m[1] if (m := _TARGET.search(self.attributes)) else ""
 
     @property
     def trips(self) -> int | None:
-        """How often a loop runs, where the compiler knows."""
+        """The number of iterations of a loop; None if the compiler does not know it."""
         return int(m[1]) if (m := _TRIPS.search(self.attributes)) else None
 
     def called(self, *roles: str) -> tuple[str, ...]:
-        """Names of the computations it runs in these roles; in any role when none is named."""
+        """Return the names of the computations that it runs in these roles; in any role if none is given."""
         return tuple(call.computation for call in self.calls if not roles or call.role in roles)
 
 
@@ -121,16 +121,16 @@ class Computation:
 
     @functools.cached_property
     def position(self) -> dict[str, int]:
-        """Place in the order by name."""
+        """Positions of instructions in the order, by name."""
         return {i.name: k for k, i in enumerate(self.instructions)}
 
     def operands(self, instruction: Instruction) -> list[Instruction]:
-        """What an instruction reads, as far as it stands here."""
+        """Return the instructions that an instruction reads, as far as this computation holds them."""
         return [self.by_name[name] for name in instruction.operands if name in self.by_name]
 
     @property
     def root(self) -> Instruction | None:
-        """The instruction that makes the result."""
+        """The instruction whose value is the computation's result."""
         return next((i for i in reversed(self.instructions) if i.is_root), None)
 
     def __iter__(self) -> Iterator[Instruction]:
@@ -144,7 +144,7 @@ class Module:
     Attributes:
       name: the program's name, such as ``jit_step``.
       computations: its computations by name, in the order of the text.
-      entry: name of the computation that the program runs.
+      entry: name of the computation with which the program starts.
       is_scheduled: whether the order of instructions is the order of execution.
     """
 
@@ -155,9 +155,9 @@ class Module:
 
     @functools.cached_property
     def callers(self) -> dict[str, tuple[str, Instruction, str]]:
-        """What runs each computation that runs line by line: name -> (computation, its instruction, the role).
+        """The caller of each computation that runs line by line: name -> (computation, its instruction, the role).
 
-        A caller stands before what it calls; the entry, which nothing calls, is left out.
+        A caller comes before the computations that it calls; the entry has no caller and is left out.
         """
         found: dict[str, tuple[str, Instruction, str]] = {}
         pending = [self.entry]
@@ -172,11 +172,11 @@ class Module:
 
     @functools.cached_property
     def executed(self) -> dict[str, str]:
-        """Computations that run line by line, and from where: name -> context.
+        """Computations that run line by line, and their contexts: name -> context.
 
         The context is the path of loops, branches and calls from the entry, such as
-        ``main/while.3 body/conditional.1 branch 0``. What fusions and asynchronous calls contain is not
-        listed, nor what reductions apply: the device runs those as one instruction.
+        ``main/while.3 body/conditional.1 branch 0``. The computations of fusions, asynchronous calls and
+        reductions are not listed: the device runs each of these as one instruction.
         """
         contexts = {self.entry: self.entry}
         for name, (caller, instruction, role) in self.callers.items():
@@ -185,12 +185,12 @@ class Module:
 
     @functools.cached_property
     def loops(self) -> dict[str, tuple[str, Instruction]]:
-        """Loop bodies that are executed: body -> (computation that holds the loop, the ``while``)."""
+        """The bodies of executed loops: body -> (computation that holds the loop, its ``while`` instruction)."""
         return self._held("while", "body")
 
     @functools.cached_property
     def branches(self) -> dict[str, tuple[str, Instruction]]:
-        """Branches that are executed: body -> (computation that holds the ``conditional``, the conditional)."""
+        """The branches of executed conditionals: branch -> (computation with the conditional, the ``conditional``)."""
         return self._held("conditional", "branch")
 
     def _held(self, opcode: str, role: str) -> dict[str, tuple[str, Instruction]]:
@@ -203,7 +203,11 @@ class Module:
         }
 
     def inside(self, name: str, enter_loops: bool = True) -> Iterator[Instruction]:
-        """All instructions of a computation and of those that it calls: fusions, branches, calls and loops."""
+        """Yield all instructions of a computation and of those that it calls: fusions, branches, calls and loops.
+
+        A computation is repeated for each instruction that calls it. With ``enter_loops`` False, the computations of
+        loops are left out.
+        """
         for instruction in self.computations[name].instructions if name in self.computations else ():
             yield instruction
             if enter_loops or instruction.opcode != "while":
@@ -224,11 +228,11 @@ def read(program: Any) -> Module:
     ('jit__lambda', 1)
 
     Args:
-      program: ``jax.jit(f).lower(...).compile()``, the text of it, or a ``Module``, which is returned.
+      program: ``jax.jit(f).lower(...).compile()``, its text, or a ``Module``, which is returned unchanged.
 
     Raises:
-      TypeError: if it is none of these.
-      ValueError: if there is no HLO module in it.
+      TypeError: if the program is none of these.
+      ValueError: if the text holds no HLO module, or the compiler gave no text.
     """
     if isinstance(program, Module):
         return program
@@ -256,7 +260,7 @@ def read(program: Any) -> Module:
 
 
 def arrays(shape: str) -> tuple[Array, ...]:
-    """Arrays of a shape's text: ``(bf16[2,3]{1,0}, u32[])`` -> (Array("bf16", (2, 3)), Array("u32", ()))."""
+    """Return the arrays of a shape's text: ``(bf16[2,3]{1,0}, u32[])`` -> (Array("bf16", (2, 3)), Array("u32", ()))."""
     return tuple(
         Array(dtype, tuple(int(d.strip("<= ")) for d in dims.split(",") if d.strip()))
         for dtype, dims in _ARRAY.findall(shape)
@@ -264,9 +268,9 @@ def arrays(shape: str) -> tuple[Array, ...]:
 
 
 def _blocks(text: str) -> Iterator[tuple[re.Match[str], list[tuple[re.Match[str], str]]]]:
-    """Each computation's header, and its instructions as (their heads, their text).
+    """Yield the header of each computation, and for each of its instructions (match of its head, its text).
 
-    A line that begins no instruction goes on with the one before: the metadata of some Pallas kernels is JSON
+    A line that begins no instruction continues the previous one: the metadata of some Pallas kernels is JSON
     over several lines.
     """
     header = None
@@ -303,7 +307,7 @@ def _instruction(head: re.Match[str], line: str) -> Instruction:
 
 
 def _close(line: str, start: int) -> int:
-    """The position at which the parenthesis closes that was opened just before ``start``."""
+    """Return the position of the parenthesis that closes the one just before ``start``."""
     end = line.find(")", start)
     opened = line.count("(", start, end)
     while opened and end >= 0:
@@ -323,7 +327,7 @@ def _calls(attributes: str) -> tuple[Call, ...]:
 
 
 def _steps(instruction: Instruction) -> Iterator[tuple[str, str]]:
-    """Computations that an instruction runs line by line, each with what to call it."""
+    """Yield (role, name) of each computation that an instruction runs line by line; the role of a call is empty."""
     if instruction.opcode == "while":
         yield from ((call.role, call.computation) for call in instruction.calls)
     elif instruction.opcode == "conditional":

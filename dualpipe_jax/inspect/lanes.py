@@ -1,4 +1,4 @@
-"""A computation's timeline made ready for drawing: rows that do not overlap, stretches of one direction."""
+"""Prepare a computation's timeline for drawing: rows of events that do not overlap, stretches of one direction."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,18 +8,18 @@ from dualpipe_jax.inspect.collectives import KINDS
 from dualpipe_jax.inspect.cycles import Event
 
 Names = Mapping[str, tuple[str, str]]
-"""What to call ``forward`` and ``backward``, and a letter for each."""
+"""The displayed names of ``forward`` and ``backward``, each with a letter."""
 
 DIRECTION_NAMES: Names = {"forward": ("forward", "F"), "backward": ("backward", "B")}
 """The names of directions in training."""
 
 
 class Stretch(NamedTuple):
-    """Neighbours on the lane ``compute``.
+    """Consecutive events on the lane ``compute`` that are drawn as one.
 
     Attributes:
-      what: their direction, or ``wait``.
-      events: without gaps between them.
+      what: the direction of the events, or ``wait``.
+      events: the events, without gaps between them.
     """
 
     what: str
@@ -37,16 +37,16 @@ class Stretch(NamedTuple):
 
 
 def part(event: Event) -> str:
-    """``dispatch`` or ``combine`` where a named scope says which of the experts' exchanges it is; else nothing."""
+    """Return ``dispatch`` or ``combine`` if a named scope says which exchange of the experts it is, else ""."""
     found = re.findall(r"\b(dispatch|combine)\b", event.op_name)
     return found[-1] if found else ""
 
 
 def rows(events: Iterable[Event]) -> dict[str, list[list[Event]]]:
-    """Events by lane, ``compute`` first, then kinds of collectives; as many rows each as it has events at once.
+    """Return rows of events by lane, ``compute`` first, then kinds of collectives.
 
-    Collectives of one kind follow each other, unless their durations are unknown: then they last from start to
-    done.
+    The events of a row do not overlap. Collectives of one kind run one after the other and need one row, unless their
+    durations are unknown: then they last from start to done and may need several.
     """
     lanes: dict[str, list[list[Event]]] = {"compute": [[]]}
     order = {lane: place for place, lane in enumerate(("compute", *KINDS))}
@@ -61,12 +61,12 @@ def rows(events: Iterable[Event]) -> dict[str, list[list[Event]]]:
 
 
 def stretches(work: Sequence[Event], least: float = 0.0) -> list[Stretch]:
-    """The lane ``compute`` with what is of one direction put together.
+    """Return the lane ``compute`` with consecutive events of one direction joined.
 
     Args:
-      work: its events.
-      least: cycles. What is shorter joins its neighbours, and together they are of the direction that has most
-        of them; waits stay as they are.
+      work: the events of the lane.
+      least: the least cycles of a stretch. Shorter events are joined with their neighbours, and the stretch has the
+        direction with the most cycles in it; waits stay as they are.
     """
     found: list[Stretch] = []
     pending: list[Event] = []

@@ -1,4 +1,4 @@
-"""Rates that were measured on real devices, in place of a compiler's or a data sheet's."""
+"""Rates that were measured on real devices, in place of those of a compiler or a data sheet."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,24 +9,25 @@ from dualpipe_jax.inspect.rates import Rates, gpu_kernels
 
 
 def measured_rates(file: str | Path, clock: float, *, switched: bool) -> Rates:
-    """Rates from the file that ``dualpipe probe`` writes.
+    """Return the rates of a file that ``dualpipe probe`` writes.
 
-    The file has bytes and operations a second, programs are priced in cycles. Every instruction is priced by the
-    measured rates of matrix products and of memory, also where the compiler has figures of its own: products by what
-    was reached at their size, cuDNN's attention and the grouped products of ``parallel.mosaic`` by their own rates, or
-    as other products where those were not measured. All-to-alls and permutes go by their own rates, other collectives
-    by links of the all-to-all's speed.
+    The file has bytes and operations per second; programs are priced in cycles. Every instruction is priced by the
+    measured rates of matrix products and of memory, even if the compiler has figures of its own: products by the rate
+    that was reached at their size; cuDNN's attention and the grouped products of ``parallel.mosaic`` by their own
+    rates, or like other products if those were not measured. All-to-alls and permutes are priced by their own rates,
+    other collectives by links with the speed of the all-to-all.
 
     Args:
       file: JSON with "rates": {"all-to-all": {"bytes_per_second", "latency", "devices"}, "permute":
         {"bytes_per_second", "latency"}, "memory", "flops", "products": [{"size", "flops_per_second"}, ...],
-        "attention": {"forward", "backward"}, "grouped"}, of which those will do that were measured: bytes and
-        operations a second, seconds, and the size of a product in operations.
-      clock: hertz of the cycles.
+        "attention": {"forward", "backward"}, "grouped"}. Entries that were not measured may be missing. Units are bytes
+        and operations per second, and seconds; the size of a product is in operations.
+      clock: the hertz of the cycles.
       switched: whether links meet in a switch; see ``Rates``.
 
     Raises:
-      ValueError: the file cannot be read, holds no rates, or ones that are no positive numbers, or a size twice.
+      ValueError: if the file cannot be read or holds no rates, or if a rate is not a positive number (a latency may be
+        0), or if two products have the same size.
     """
     rates = read_rates(file)
     exchange, permute = rates.get("all-to-all"), rates.get("permute")
@@ -59,7 +60,7 @@ def measured_rates(file: str | Path, clock: float, *, switched: bool) -> Rates:
 
 
 def read_rates(file: str | Path) -> Mapping[str, Any]:
-    """The entry "rates" of the file, checked. Raises ValueError as ``measured_rates``."""
+    """Return the checked entry "rates" of the file. Raises ValueError like ``measured_rates``."""
     try:
         entries = json.loads(Path(file).read_text())
     except (OSError, ValueError) as error:
@@ -76,7 +77,7 @@ def read_rates(file: str | Path) -> Mapping[str, Any]:
 
 
 def _numbers(name: str, found: Any, file: str | Path) -> Iterator[tuple[str, Any]]:
-    """What must be numbers of an entry, and where they stand; none of an entry that nobody reads."""
+    """Yield the path and value of each number that an entry must hold; nothing for an entry that is not read."""
     if name in _PLAIN:
         yield name, found
     elif name in _NUMBERS:

@@ -1,4 +1,4 @@
-"""Memory that a compiled program takes on each device."""
+"""The memory that a compiled program takes on each device."""
 
 import dataclasses
 from typing import Any
@@ -29,7 +29,7 @@ class Memory:
 
 
 def memory(compiled: Any) -> Memory | None:
-    """The memory of what ``jax.jit(f).lower(...).compile()`` returned; None if its compiler does not tell.
+    """Return the memory of a result of ``jax.jit(f).lower(...).compile()``; None if the compiler does not tell it.
 
     >>> import jax, jax.numpy as jnp
     >>> from dualpipe_jax import inspect

@@ -1,4 +1,4 @@
-"""How much of its communication a compiled program hides behind computation."""
+"""Model how much of its communication a compiled program hides behind computation."""
 
 import bisect
 import dataclasses
@@ -17,10 +17,10 @@ from dualpipe_jax.inspect.report import OverlapReport
 from dualpipe_jax.inspect.scheduler import SchedulerStatistics
 
 FORWARD = (r"\bjvp\(",)
-"""Names that JAX gives to operations of a differentiated forward."""
+"""Patterns of the names that JAX gives to operations of a differentiated forward."""
 
 BACKWARD = (r"\btranspose\(", r"\brematted_computation\b")
-"""Names of its backward, what it recomputes included. They are looked for first."""
+"""Patterns of the names of its backward, with the operations that it recomputes. They are searched first."""
 
 MATMUL_CALLS = (
     r"gemm",
@@ -32,19 +32,19 @@ MATMUL_CALLS = (
     r"cudnn\$fmha",
     r"cutlass",
 )
-"""Targets of custom calls that count as matrix products: libraries' own, and Pallas kernels."""
+"""Patterns of the targets of custom calls that count as matrix products: calls of libraries, and Pallas kernels."""
 
 _NOTABLE = 1 << 16
-"""Bytes from which on an instruction that nobody prices is worth a mention."""
+"""The least bytes of an instruction's result with which it is listed as unpriced."""
 
 _FREE = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"),
     *("opt-barrier", "add-dependency", "partition-id", "replica-id"),
 )
-"""Opcodes that keep the core busy for no time."""
+"""Opcodes that take the core no time."""
 
 _FREE_CALLS = ("ConcatBitcast", "PrepareAsyncCallStart", "PrepareAsyncCallDone", "Sharding", "AllocateBuffer")
-"""Custom calls of which the same is true."""
+"""Targets of custom calls that take the core no time."""
 
 
 def overlap(
@@ -57,7 +57,7 @@ def overlap(
     trips: Mapping[str, int] | None = None,
     statistics: Iterable[SchedulerStatistics] = (),
 ) -> OverlapReport:
-    """Read from a compiled program what runs while each of its collectives is in flight.
+    """Report from a compiled program which work runs while each of its collectives is in flight.
 
     >>> import jax, jax.numpy as jnp
     >>> from dualpipe_jax import inspect, make_mesh
@@ -69,32 +69,32 @@ def overlap(
     >>> [(collective.kind, collective.form, collective.payload) for collective in report.collectives]
     [('all-reduce', 'sync', 65536)]
 
-    The schedule is walked in the compiler's order. An instruction takes the cycles that the compiler
-    estimated for it (TPU), or what ``rates`` says. A collective begins where its start stands, or when the
-    one before it of the same kind has ended, runs for as long as ``rates`` says, and where its done stands
-    the core *waits* if it has not ended. *Hidden* is the part of its time during which the core works; the
+    The schedule is simulated in the compiler's order. An instruction takes the cycles that the compiler
+    estimated for it (TPU), or those of ``rates``. A collective begins at its start, or when the previous
+    collective of the same kind has ended, and runs as long as ``rates`` says; if it has not ended at its done,
+    the core *waits*. *Hidden* is the part of its time during which the core works; the
     rest is *exposed*, whether the core then waits for this collective or for another. A synchronous collective is
-    exposed whole. Without a duration only synchronous collectives have a hidden share, 0; of the others the report says
-    what stands between start and done.
+    completely exposed. Without durations only synchronous collectives have a hidden share, 0; for the others the report
+    lists the work between start and done.
 
-    Every computation is walked by itself and counted once. Inside another one a loop costs its body times
+    Every computation is simulated by itself and listed once. Inside another computation, a loop costs its body times
     its trips, a conditional its longest branch.
 
     Args:
       program: ``jax.jit(f).lower(...).compile()``, its text, or a ``Module``; for TPU, GPU or CPU.
       rates: durations that the text leaves out.
-      forward, backward: regular expressions; an operation whose op_name one of ``backward`` matches belongs
-        to the backward, else if one of ``forward`` does to the forward, else to neither (``unknown``). A
-        fusion belongs where its matrix products do. Named scopes work: ``backward=("my_backward_scope",)``.
+      forward, backward: regular expressions. An operation belongs to the backward if one of ``backward`` matches its
+        op_name, else to the forward if one of ``forward`` does, else to neither (``unknown``). A fusion has the
+        direction of its matrix products. Named scopes work: ``backward=("my_backward_scope",)``.
       matmul_calls: regular expressions for targets of custom calls that are matrix products.
-      trips: how often loops run whose number of trips the compiler does not know, by a regular expression
-        searched in the name of the body and the loop's op_name; 1 for those that none matches. For a guard of
-        zero or one trips this picks the tick: ``{"pair": 1, ".": 0}``. The first that is found counts.
-      statistics: what ``parse_statistics`` read from the TPU compiler's log of this compilation; it is shown next to
-        our own figures in the report and changes none.
+      trips: numbers of trips of loops for which the compiler does not know them, by a regular expression that is
+        searched in the name of the body and the loop's op_name; the first match counts, and a loop without one has 1
+        trip. For a guard of zero or one trips this chooses the tick: ``{"pair": 1, ".": 0}``.
+      statistics: results of ``parse_statistics`` from the TPU compiler's log of this compilation; the report shows
+        them next to its own figures, which they do not change.
 
     Raises:
-      ValueError: if the program is not compiled, or its text not that of a scheduled module.
+      ValueError: if the program is not compiled, or its text is not that of a scheduled module.
     """
     module = read(program)
     if not module.is_scheduled:
@@ -131,7 +131,7 @@ class _Walk(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Reader:
-    """What a walk needs to know; walks are remembered, for the computations that run others need theirs."""
+    """The options of a simulation, and the finished walks by computation, which the callers of these need."""
 
     module: Module
     rates: Rates
@@ -142,7 +142,7 @@ class _Reader:
     walks: dict[str, _Walk] = dataclasses.field(default_factory=dict)
 
     def walk(self, name: str) -> _Walk:
-        """Lay a computation's instructions end to end."""
+        """Simulate a computation in the order of its instructions; the result is cached."""
         if name not in self.walks:
             self.walks[name] = self._walk(self.module.computations[name])
         return self.walks[name]
@@ -179,7 +179,7 @@ class _Reader:
 
     @functools.cached_property
     def times(self) -> dict[str, int]:
-        """How often each computation runs in the program; each branch of a conditional as often as that."""
+        """How often each computation runs in the program; each branch counts as often as its conditional."""
         found = {self.module.entry: 1}
         for name, (caller, instruction, _) in self.module.callers.items():
             found[name] = found[caller] * (self._trips(instruction) if instruction.opcode == "while" else 1)
@@ -188,7 +188,7 @@ class _Reader:
     def _least(
         self, dependence: Dependence, pairs: list[Pair], works: list[Work | None], line: "_Line"
     ) -> float:
-        """See ``ComputationTime``; collectives of unknown duration take no time."""
+        """Return ``ComputationTime.least``; collectives of unknown duration take no time."""
         cycles = [0.0 if work is None else work.cycles or 0.0 for work in works]
         work = sum(cycles)
         kinds: defaultdict[str, float] = defaultdict(float)
@@ -225,12 +225,12 @@ class _Reader:
         )
 
     def duration(self, pair: Pair) -> float | None:
-        """Cycles of a collective; a fusion that holds one may have been priced by the compiler."""
+        """Return the cycles of a collective: by the rates, else the compiler's price of the instruction, else None."""
         known = self.rates.collective(pair.kind, pair.payload, pair.group_size, pair.groups)
         return float(pair.issued.cycles) if known is None and pair.issued.cycles is not None else known
 
     def work(self, computation: Computation, instruction: Instruction) -> Work | None:
-        """What an instruction keeps the core busy with; None if with nothing."""
+        """Return the work of an instruction for the core; None if it takes the core no time."""
         if instruction.opcode in _FREE or instruction.target in _FREE_CALLS:
             return None
         if instruction.opcode.endswith(("-start", "-update", "-done")):
@@ -243,13 +243,14 @@ class _Reader:
         return Work(instruction.name, instruction.opcode, cycles, waits, direction, dict(products))
 
     def _cost(self, computation: Computation, instruction: Instruction) -> tuple[float | None, float]:
-        """Cycles of an instruction, and how many of them are waits inside it."""
+        """Return the cycles of an instruction, and the part of these that are waits inside it."""
         times = [self.walk(name).time for name in instruction.called() if name in self.module.executed]
         if instruction.opcode == "while":
             trips = self._trips(instruction)
             asked = 0.0
-            if instruction.trips is None:  # one that is known is not asked for
-                # A text may leave the condition out, as one of which only a part was kept.
+            # The host reads the condition of a loop only if the number of trips is not known.
+            if instruction.trips is None:
+                # A text of which only a part was kept may lack the condition.
                 known = [name for name in instruction.called("condition") if name in self.module.computations]
                 inside = [self.walk(name).time for name in known]
                 asked = sum(t.cycles for t in inside) + (trips + 1) * self.rates.host
@@ -268,7 +269,7 @@ class _Reader:
         return next((n for pattern, n in self.trips.items() if re.search(pattern, text)), 1)
 
     def direction(self, instruction: Instruction) -> str:
-        """The direction of its matrix products if they agree, else the one that its own name says."""
+        """Return the direction of an instruction's matrix products if they agree, else that of its own name."""
         products = {
             self._own_direction(i.op_name) for i in matmuls(self.module, instruction, self.matmul_calls)
         }
@@ -297,26 +298,26 @@ class _Flight:
 
 
 class _Line:
-    """A clock that walks a schedule."""
+    """The clock and the events of a simulated schedule."""
 
     def __init__(self) -> None:
         self.clock = 0.0
         self.waited = 0.0
         self.stretches: list[
             tuple[float, float, float]
-        ] = []  # work by its start: its end, its share of waits inside
-        self.free: dict[str, float] = {}  # when the last collective of each kind will have ended
+        ] = []  # Work in order: its start, its end, and the share of waits in its time.
+        self.free: dict[str, float] = {}  # The cycle at which the last collective of each kind ends.
         self.flights: dict[str, _Flight] = {}
         self.events: list[Event] = []
 
     def issue(self, pair: Pair, duration: float | None, direction: str) -> None:
-        """Start a collective, behind those of its kind that are still running."""
+        """Start a collective after those of its kind that are still running."""
         begin = max(self.clock, self.free.get(pair.kind, 0.0))
         self.free[pair.kind] = begin + (duration or 0.0)
         self.flights[pair.issued.name] = _Flight(begin, duration, direction, begin - self.clock)
 
     def wait(self, pair: Pair) -> None:
-        """Stand still until it has ended."""
+        """Wait until a collective has ended."""
         name, flight = pair.issued.name, self.flights[pair.issued.name]
         end = self.clock if flight.duration is None else flight.begin + flight.duration
         op_name = pair.issued.op_name
@@ -339,7 +340,7 @@ class _Line:
             self.clock = end
 
     def exposed(self, flight: _Flight) -> float | None:
-        """Cycles of a flight that lie beside no work; waits inside a loop are taken as spread over it evenly."""
+        """Return the cycles of a flight without work; waits inside a loop count as spread evenly over its time."""
         if flight.duration is None or flight.waits is None:
             return None
         at, end, exposed = flight.begin, flight.begin + flight.duration, 0.0

@@ -1,4 +1,4 @@
-"""A computation's timeline as a picture: what the core does above, what is in flight meanwhile below."""
+"""Draw a computation's timeline as a picture: the core's work on top, the collectives in flight below."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = {"forward": ORANGE[0], "backward": GREEN[0], "unknown": "#d3d3da"}
-"""Those of F and B in the schedules' pictures, and a grey."""
+"""The colours of F and B in the pictures of schedules, and grey for neither."""
 
 _RED = "#c8102e"
 _WIDTH, _LEFT, _RIGHT, _HEAD, _FOOT = 10.0, 1.3, 0.2, 0.82, 0.82  # inches
 _TALL, _ROW, _GAP = 0.62, 0.42, 0.1
 _LEAST = 1 / 400
-"""The share of the timeline below which a stretch is drawn with its neighbours."""
+"""The least share of the timeline that a stretch must have to be drawn apart from its neighbours."""
 
 
 def plot(
@@ -36,9 +36,9 @@ def plot(
     """Draw one computation's timeline: a lane for the core's work, and one for each kind of collective.
 
     Work is coloured by direction, and pieces too short to be seen are drawn with their neighbours; waits are
-    hatched in red, all at their true length. A collective has the colour of its own direction. Above stand the
-    shares hidden and the time over the larger of computation and communication. Nothing of matplotlib's global
-    state is read or left changed.
+    hatched in red, all at their true length. A collective has the colour of its own direction. The heading gives the
+    hidden shares, and the time divided by the larger of computation and communication. Matplotlib's global
+    state is neither read nor changed.
 
     >>> import jax, jax.numpy as jnp
     >>> from dualpipe_jax import inspect, make_mesh
@@ -52,17 +52,17 @@ def plot(
     'One step'
 
     Args:
-      report: from ``overlap``.
-      computation: which, by name.
-      path: where to write it too; SVG or PNG by its ending.
-      title: the first line; the computation's name if left out.
-      clock: hertz of the cycles, such as ``target.device.clock``, to give the whole in seconds too.
-      names: names of the directions, where they are not those of training.
+      report: a report of ``overlap``.
+      computation: the name of the computation to draw.
+      path: a file to write as well; SVG or PNG by its ending.
+      title: the first line; by default the computation's name.
+      clock: the hertz of the cycles, such as ``target.device.clock``, to give the total time in milliseconds too.
+      names: names of the directions, if they are not those of training.
 
     Raises:
       KeyError: if the program runs no such computation line by line.
       ValueError: if the path ends in neither .svg nor .png, or the clock is not above 0.
-      ModuleNotFoundError: without matplotlib; says how to install it.
+      ModuleNotFoundError: if matplotlib is not installed; the message says how to install it.
     """
     if clock is not None and not clock > 0:
         raise ValueError(f"plot: clock={clock}; it must be above 0 hertz, such as 1.75e9")
@@ -93,7 +93,7 @@ def plot(
 
 
 class _Page(NamedTuple):
-    """Axes, cycles of one unit of the one across (inches down), and points of the page to a cycle."""
+    """The axes, the cycles of one unit of the horizontal axis (the vertical one is in inches), and points per cycle."""
 
     axes: "Axes"
     unit: float
@@ -130,7 +130,7 @@ def _draw_collectives(
 def _write(
     page: _Page, where: Event | Stretch, middle: float, texts: Iterable[str], size: float, color: str
 ) -> None:
-    """The first of the texts for which there is room."""
+    """Write the first of the texts for which there is room, or none."""
     room = (where.end - where.start) * page.points
     text = next((text for text in texts if room > size * (0.57 * len(text) + 0.4)), "")
     edge = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}  # no hatches behind it
@@ -158,7 +158,10 @@ def _tidy(axes: "Axes", height: float, length: float, label: str) -> None:
 
 
 def _facts(report: OverlapReport, computation: str, clock: float | None) -> tuple[str, str]:
-    """Shares hidden by kind, and the time over the larger of computation and communication; then what all takes."""
+    """Return two lines of text: hidden shares by kind with the relative time, and the total cycles.
+
+    The relative time is the time divided by the larger of computation and communication.
+    """
     own, spent = report.inside(computation), report.computations[computation]
     words = []
     for kind in dict.fromkeys(c.kind for c in own):

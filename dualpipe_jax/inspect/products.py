@@ -1,4 +1,4 @@
-"""How much of a computation's work is matrix products."""
+"""Count how much of a computation's work is matrix products."""
 
 from typing import NamedTuple
 
@@ -8,11 +8,11 @@ from dualpipe_jax.inspect.roofline import flops
 
 
 class Products(NamedTuple):
-    """The matrix products of a computation that runs once, and of those that it calls; ``products`` makes it.
+    """The matrix products of one run of a computation and of those that it calls; ``products`` makes it.
 
     Attributes:
       flops: number of multiplications and additions in its matrix products.
-      cycles: cycles of the instructions that contain them, including whatever else these do.
+      cycles: cycles of the instructions that contain these products, including their other work.
     """
 
     flops: float
@@ -20,7 +20,9 @@ class Products(NamedTuple):
 
 
 def products(report: OverlapReport, module: Module, computation: str) -> Products:
-    """Count the matrix products of a computation that runs line by line; of a conditional, those of its longest branch.
+    """Count the matrix products of a computation that runs line by line; a conditional counts its longest branch.
+
+    A loop counts its body times its trips, or once if the compiler does not know them.
 
     >>> import jax, jax.numpy as jnp
     >>> from dualpipe_jax import inspect
@@ -31,10 +33,10 @@ def products(report: OverlapReport, module: Module, computation: str) -> Product
     524288.0
 
     Args:
-      report: ``overlap`` of the module, with ``rates`` unless its text has cycles, as a TPU's has: products without a
-        price are not counted.
-      module: from ``read``.
-      computation: its name.
+      report: the report of ``overlap`` on the module, with ``rates`` unless its text has cycles, as a TPU's has:
+        products without a price are not counted.
+      module: the module from ``read``.
+      computation: the computation's name.
     """
     within, found = module.computations[computation], Products(0.0, 0.0)
     for event in report.timelines[computation]:

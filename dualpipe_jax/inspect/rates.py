@@ -1,4 +1,4 @@
-"""What a compiled text leaves unsaid: how long collectives, copies and kernels take."""
+"""Durations that a compiled text leaves out: those of collectives, copies and kernels."""
 
 import dataclasses
 import math
@@ -21,7 +21,8 @@ _TORUS: Mapping[str, float] = {
     "all-reduce": 1,
 }
 _SWITCH: Mapping[str, float] = {**dict.fromkeys(_TORUS, 1), "all-reduce": 2}
-"""Payloads that cross a link, times the share of the group that is not the device itself."""
+"""By kind of collective, how many times the payload crosses a link, before the factor (n - 1) / n for n devices in a
+group. ``_TORUS`` is for a torus or ring in both directions, ``_SWITCH`` for links that meet in a switch."""
 
 LINK_BYTES_PER_CYCLE: Mapping[str, float] = {
     "v4": 42.67,
@@ -30,10 +31,10 @@ LINK_BYTES_PER_CYCLE: Mapping[str, float] = {
     "v6e": 53.34,
     "tpu7x": 49.13,
 }
-"""Bytes a cycle that the TPU compiler takes one device to send to a neighbour.
+"""Bytes per cycle that one device sends to a neighbour, as the TPU compiler assumes.
 
-Read from the scheduler's statistics (libtpu 0.0.42.1) of programs that do nothing but permute 1 to 64 MiB: the
-time is proportional to the bytes, with no latency. tpu7x counts two devices a chip.
+They were read from the scheduler's statistics (libtpu 0.0.42.1) of programs that only permute 1 to 64 MiB: the
+time is proportional to the bytes, with no latency. A tpu7x chip counts as two devices.
 """
 
 
@@ -44,10 +45,10 @@ MEMORY_BYTES_PER_CYCLE: Mapping[str, float] = {
     "v6e": 474.0,
     "tpu7x": 732.0,
 }
-"""Bytes a cycle, read plus written, that the TPU compiler takes to copy 64 MiB from one layout to another.
+"""Bytes per cycle, read plus written, of a copy of 64 MiB from one layout to another, as the TPU compiler assumes.
 
-From the ``estimated_cycles`` of such copies (libtpu 0.0.42.1); on tpu7x, which gives them to the SparseCore, of a
-product with a constant.
+They are from the ``estimated_cycles`` of such copies (libtpu 0.0.42.1); on tpu7x, which runs copies on the SparseCore,
+from those of a multiplication by a constant.
 """
 
 
@@ -58,17 +59,18 @@ FLOPS_PER_CYCLE: Mapping[str, float] = {
     "v6e": 524288,
     "tpu7x": 524288,
 }
-"""Multiplications and additions a cycle of one device's matrix units: 4 of 128 x 128, of 256 x 256 from v6e on; v5p
-counts its two cores as one device. The compiler estimates 70 (v6e) to 90 % of it for a product of 8192-wide matrices.
+"""Multiplications and additions per cycle of one device's matrix units: 4 units of 128 x 128, from v6e on of 256 x 256;
+the two cores of v5p count as one device. For a product of matrices of width 8192 the compiler estimates 70 % (v6e) to
+90 % of this rate.
 """
 
 
 @typechecked
 def tpu_rates(generation: str) -> "Rates":
-    """Rates by which the TPU compiler itself prices collectives and copies, for ``v5e`` or a target ``v5e:4x4``.
+    """Return the rates of the TPU compiler itself for collectives and copies, for ``v5e`` or a target ``v5e:4x4``.
 
-    Pallas kernels, which it prices at nothing, take the arithmetic that they state at the matrix units' full rate:
-    a lower bound.
+    The compiler gives Pallas kernels no price. They take the time of the arithmetic that they state, at the full rate
+    of the matrix units, which is a lower bound.
 
     Raises:
       ValueError: if the generation is not known.
@@ -88,24 +90,24 @@ def tpu_rates(generation: str) -> "Rates":
 def gpu_rates(
     generation: str = "h100", network: float | None = None, node: int = 8, published: bool = False
 ) -> "Rates":
-    """A roofline for NVIDIA's GPUs, in cycles of a device's ``clock``; CUDA's compiler gives no cycles itself.
+    """Return a roofline model of NVIDIA's GPUs, in cycles of a device's ``clock``; XLA:GPU gives no cycles itself.
 
     >>> from dualpipe_jax.inspect import gpu_rates
     >>> round(gpu_rates("h100").link)  # bytes a cycle inside a node: 450 GB/s at 1.83 GHz
     246
 
-    For h100 and h200 products, attention, memory (read plus written), launches and the host's looks at what guards
-    decide go by what was measured on one, ``gpus.Gpu.reached``; with ``published``, and for the others, by data sheets,
-    which nothing reaches: programs took 1.3 to 1.5 times as long. A product takes its arithmetic and its own bytes, so
-    a small one reaches less than a large one. Attention, which reaches least, has its own rate. Links are as published:
-    NVLink inside a node; what crosses nodes goes over the network, see ``fabric.Nodes``; a permute whose devices are
-    not known is taken to do so.
+    For h100 and h200, the rates of products, attention and memory (read plus written), and the times of launches and
+    of the host's reads of conditions, are as measured, ``gpus.Gpu.reached``. For the other GPUs, and with
+    ``published``, they are those of data sheets, which no program reaches: programs took 1.3 to 1.5 times as long.
+    A product takes the time of its arithmetic plus that of its bytes, so a small one reaches less than a large one.
+    Attention, which reaches least, has its own rate. Links are as published: NVLink inside a node, the network between
+    nodes, see ``fabric.Nodes``; a permute with unknown devices counts as between nodes.
 
     Args:
       generation: a100, h100, h200, b200 or gb200.
-      network: bytes a second, each way, of a GPU's share of the network between nodes; as published if left out.
-      node: GPUs that NVLink joins; consecutive devices are on one.
-      published: take data sheets where there are measurements, too.
+      network: bytes per second, each way, of a GPU's share of the network between nodes; by default as published.
+      node: number of GPUs that NVLink joins; consecutive devices are on one node.
+      published: whether to take data sheets even if there are measurements.
 
     Raises:
       ValueError: if the generation is not known.
@@ -135,14 +137,14 @@ def gpu_rates(
 
 
 def gpu_kernels(forward: float | None, backward: float | None, grouped: float | None) -> dict[str, float]:
-    """``Rates.kernel_flops`` of cuDNN's attention, ``parallel.mosaic`` and ``triton``; without those that are None."""
+    """Return ``Rates.kernel_flops`` of cuDNN's attention, ``parallel.mosaic`` and ``triton``, without those of None."""
     known = {"fmha.*Backward": backward, "fmha": forward, r"mosaic_gpu|gpu\.triton": grouped}
     return {pattern: rate for pattern, rate in known.items() if rate is not None}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """Durations in the device's cycles (any unit will do where the compiler gives no cycles itself).
+    """Durations in the device's cycles (or in any unit, if the compiler gives no cycles itself).
 
     >>> Rates(link=32.0).collective("collective-permute", 4096, None)
     128.0
@@ -154,33 +156,34 @@ class Rates:
     True
 
     Attributes:
-      link: bytes a cycle from a device to a neighbour. With n devices in a group and P the payload, a permute
+      link: bytes per cycle from a device to a neighbour. With n devices in a group and P the payload, a permute
         takes P / link, an all-to-all 2 (n - 1) / n of that (as the TPU compiler counts, whatever the shape of
         the torus), a gather or a reduce-scatter (n - 1) / 2n and an all-reduce (n - 1) / n (a ring in both
         directions).
-      switched: whether the links meet in a switch, as NVLink's do: then all of these take (n - 1) / n, and an
-        all-reduce twice that.
-      collectives: payload bytes a cycle for kinds for which link says nothing or the wrong thing.
-      latency: cycles that every collective takes besides.
-      memory: bytes a cycle, read plus written. What the compiler does not price (on TPU copies between memories,
-        gathers, sorts; on GPU everything) takes its traffic over memory, or its arithmetic over flops if that is
-        longer. None leaves it unpriced.
-      flops: multiplications and additions a cycle of matrix products that the compiler does not price, and of
+      switched: whether the links meet in a switch, as NVLink's do: then all of these but a permute take (n - 1) / n of
+        P / link, and an all-reduce twice that.
+      collectives: payload bytes per cycle by kind, for kinds for which link gives nothing or a wrong duration.
+      latency: cycles that every collective takes in addition.
+      memory: bytes per cycle, read plus written. An instruction that the compiler does not price (on TPU copies between
+        memories, gathers, sorts; on GPU everything) takes its traffic over memory, or its arithmetic over flops if that
+        is longer. None leaves it unpriced.
+      flops: multiplications and additions per cycle of matrix products that the compiler does not price, and of
         kernels that state their cost (``pl.CostEstimate``).
-      products: what smaller products than that of ``flops`` reach, as pairs of a product's operations and its
-        operations a cycle, ascending. Between two the logarithm of the operations decides; outside, the nearest.
+      products: the rates of products by size, in place of flops: ascending pairs of a product's operations and its
+        operations per cycle. Rates in between are interpolated over the logarithm of the operations; outside, the
+        nearest rate holds.
       kernels: cycles of custom calls that the compiler does not price (Pallas kernels), by a regular
-        expression searched in the call's target and op_name; the first that is found counts.
-      kernel_flops: the same of custom calls that are known to reach less, by a regular expression searched in the
-        call's target; the first that is found counts.
-      operands: bytes a cycle that a kernel which multiplies takes in and gives out beside its arithmetic; None: all
-        behind it.
-      launch: cycles that a kernel takes besides, priced by memory or flops.
-      host: cycles in which a device stands still while its host looks at a number: before each trip of a loop whose
-        trips nobody knows, once more to end it, and before a conditional.
-      measured: whether memory and flops are of real devices, and so price what the compiler prices as well.
-      fabric: what lies between devices. A collective whose groups are known takes no less than it says, and as long
-        where ``collectives`` says something of its kind.
+        expression searched in the call's target and op_name; the first match counts.
+      kernel_flops: like flops, for custom calls that are known to reach less, by a regular expression searched in the
+        call's target; the first match counts.
+      operands: bytes per cycle at which a matrix product reads operands and writes its result, added to the time of its
+        arithmetic; None: hidden behind the arithmetic.
+      launch: cycles that each kernel priced by memory or flops takes in addition.
+      host: cycles for which a device idles while its host reads a condition: before each trip of a loop with an unknown
+        number of trips, once more to end the loop, and before a conditional.
+      measured: whether memory and flops were measured on real devices; they then also replace the compiler's prices.
+      fabric: the network between devices. A collective with known groups takes at least the fabric's cycles, and
+        exactly these if ``collectives`` has its kind.
     """
 
     link: float | None = None
@@ -201,10 +204,10 @@ class Rates:
     def collective(
         self, kind: str, payload: int, group_size: int | None, groups: Groups | None = None
     ) -> float | None:
-        """Cycles of a collective that moves payload bytes, alone on its links; None if not known.
+        """Return the cycles of a collective of payload bytes, alone on its links; None if not known.
 
-        A group_size of None, for a group whose size the text does not say, counts as a very large one. ``groups`` of a
-        permute are its pairs of a source and a target.
+        A group_size of None, if the text does not say it, counts as a very large group. The ``groups`` of a permute are
+        its pairs of a source and a target.
         """
         placed = 0.0
         if self.fabric is not None and groups:
@@ -219,7 +222,7 @@ class Rates:
         return self.latency + max(alone, placed)
 
     def instruction(self, module: Module, within: Computation, instruction: Instruction) -> float | None:
-        """Cycles of one instruction that runs no other computation line by line; None if nobody prices it."""
+        """Return the cycles of an instruction that runs no other computation line by line; None without any price."""
         if self.measured and (priced := self._priced(module, within, instruction)) is not None:
             return priced
         if instruction.cycles is not None:
@@ -239,7 +242,7 @@ class Rates:
         if self.memory is None or (arithmetic and self.flops is None):
             return None
         if instruction.opcode == "custom-call" and not arithmetic:
-            return None  # a kernel of which nothing is known
+            return None  # Nothing is known of this kernel.
         moved = traffic(module, within, instruction)
         busy = moved / self.memory
         if arithmetic:
@@ -248,7 +251,7 @@ class Rates:
         return busy + self.launch if busy else 0.0
 
     def _reached(self, instruction: Instruction, arithmetic: int) -> float:
-        """Multiplications and additions a cycle."""
+        """Return the multiplications and additions per cycle of a matrix product or kernel."""
         assert self.flops is not None
         target = instruction.target if instruction.opcode == "custom-call" else ""
         for name, rate in self.kernel_flops.items():

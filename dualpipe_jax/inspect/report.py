@@ -1,4 +1,4 @@
-"""What ``overlap`` found of a program, and the tables of it that a person reads."""
+"""The report of ``overlap`` on a program, and its tables for people."""
 
 import dataclasses
 import json
@@ -18,18 +18,20 @@ _SHORT = {"forward": "F", "backward": "B", "unknown": "?"}
 class OverlapReport:
     """Overlap of communication and computation in one compiled program.
 
-    ``print(report)`` gives tables (``rich.print`` coloured ones), ``to_json()`` all of it for programs. In the
-    tables ``of`` is the direction, and ``matmuls`` are those between start and done: of the forward / of the
-    backward / of neither. What is modelled and what is
-    counted stands in ``overlap``'s docstring: this is the compiler's order and its model, not a measurement.
+    ``print(report)`` gives tables (``rich.print`` coloured ones), ``to_json()`` the data for programs. In the
+    tables ``of`` is the direction, and ``matmuls`` are the numbers of matrix products between start and done: of the
+    forward / of the backward / of neither. ``overlap``'s docstring says what is modelled and what is counted: the
+    figures are the compiler's order and its model, not a measurement.
 
     Attributes:
       module: the program's name.
-      collectives: in the order of the text; each is listed once however often its loop runs.
+      collectives: the collectives by computation, in the order in which they begin; each is listed once however often
+        its loop runs.
       computations: cycles of each computation that runs line by line, by name.
-      statistics: what the TPU compiler's scheduler said of the computations, by name; empty if not given.
-      timelines: see ``timeline``.
-      exposures: why each collective that is not hidden whole is exposed, what costs the program most first.
+      statistics: the TPU scheduler's statistics of the computations, by name; empty if not given.
+      timelines: the events of each computation, by name; see ``timeline``.
+      exposures: why each collective that is not completely hidden is exposed; the most exposed cycles in the program
+        come first.
     """
 
     module: str
@@ -40,11 +42,11 @@ class OverlapReport:
     exposures: tuple[Exposure, ...] = dataclasses.field(default=(), repr=False)
 
     def inside(self, computation: str) -> tuple[Collective, ...]:
-        """Collectives that a computation issues itself, those of loops inside it left out."""
+        """Return the collectives that a computation issues itself, without those of loops inside it."""
         return tuple(c for c in self.collectives if c.computation == computation)
 
     def select(self, kind: str | None = None, within: str | None = None) -> tuple[Collective, ...]:
-        """Collectives of a kind and of the computations whose context contains ``within``."""
+        """Return the collectives of a kind, in computations with ``within`` in their context; None selects all."""
         return tuple(
             c
             for c in self.collectives
@@ -52,19 +54,19 @@ class OverlapReport:
         )
 
     def totals(self, within: str | None = None) -> tuple[Total, ...]:
-        """Sums by kind over the computations whose context contains ``within``, or over all."""
+        """Return sums by kind over the computations with ``within`` in their context, or over all."""
         kinds = dict.fromkeys(c.kind for c in self.select(within=within))
         return tuple(sum_up(kind, self.select(kind, within)) for kind in kinds)
 
     def hidden(self, kind: str = "all-to-all", within: str | None = None) -> float | None:
-        """Share of a kind's time that is hidden; None if durations are unknown or there is none of it."""
+        """Return the hidden share of a kind's time; None if durations are unknown or there is no such collective."""
         chosen = self.select(kind, within)
         return sum_up(kind, chosen).hidden if chosen else None
 
     def timeline(self, computation: str) -> tuple[Event, ...]:
-        """A computation's schedule laid end to end, sorted by start, beginning at 0.
+        """Return the events of a computation, sorted by start; the computation begins at cycle 0.
 
-        Lane ``compute`` holds work, one event an instruction (a loop is one), and waits (kind ``wait``);
+        Lane ``compute`` holds work, one event per instruction (a loop is one), and waits (kind ``wait``);
         every kind of collective has a lane of its own. Collectives of unknown duration last from start to
         done.
 
@@ -76,7 +78,7 @@ class OverlapReport:
         return self.timelines[computation]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the timelines, as plain values."""
+        """Return all fields but the timelines and exposures, with totals, as plain values."""
         return {
             "module": self.module,
             "totals": [dataclasses.asdict(total) for total in self.totals()],
@@ -86,11 +88,11 @@ class OverlapReport:
         }
 
     def to_json(self, indent: int | None = None) -> str:
-        """``to_dict`` as JSON text."""
+        """Return ``to_dict`` as JSON text."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def tables(self) -> tuple[Table, ...]:
-        """Collectives, totals by kind, computations, and the scheduler's own account if it was given."""
+        """Return tables of collectives, totals by kind, computations, and the scheduler's statistics if given."""
         found = (
             _collectives_table(self.collectives),
             _totals_table(self.totals()),
@@ -104,7 +106,7 @@ class OverlapReport:
         return "\n\n".join([self.module, *map(str, self.tables())])
 
     def __rich__(self) -> Any:
-        """What ``rich.print`` shows."""
+        """Return the tables for ``rich.print``."""
         import rich.console
 
         return rich.console.Group(*self.tables()) if self.collectives else str(self)
@@ -174,5 +176,5 @@ def _table(
     left: Sequence[int] = (0,),
     bad: Sequence[int] = (),
 ) -> Table:
-    """Names at both ends may break; figures must not."""
+    """Make a table; the names in the first and last column may break over lines, figures must not."""
     return Table(head, rows, bad=bad, left=left, foldable=(0, len(head) - 1), ruled=True)

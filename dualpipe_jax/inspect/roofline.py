@@ -1,4 +1,4 @@
-"""Arithmetic and memory traffic of single instructions, for those that no compiler prices."""
+"""Count arithmetic and memory traffic of single instructions, to price those that the compiler does not price."""
 
 import math
 import re
@@ -19,11 +19,11 @@ _LIBRARIES = ("__cublas", "__cudnn")
 
 
 def flops(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Multiplications and additions of the matrix products in an instruction.
+    """Return the multiplications and additions of the matrix products in an instruction.
 
-    Knows ``dot``, the convolutions that TPUs have in its place, the GPU libraries' matrix products, cuDNN's attention,
-    the grouped products of ``parallel.mosaic`` and ``triton`` if their groups fill all rows, and kernels that state
-    their cost; of a fusion, those inside it. Loops and other kernels count 0.
+    It counts ``dot``, the convolutions that TPUs use instead, the GPU libraries' matrix products, cuDNN's attention,
+    the grouped products of ``parallel.mosaic`` and ``triton`` as if their groups filled all rows, and kernels that
+    state their cost; in a fusion, the instructions inside it. Loops and other kernels count 0.
     """
     if stated := _ESTIMATE.search(instruction.config):
         return int(stated[1])
@@ -49,7 +49,7 @@ def flops(module: Module, computation: Computation, instruction: Instruction) ->
 
 
 def _convolved(computation: Computation, instruction: Instruction) -> int:
-    """The number of a convolution's products that no padding and no dilation make zero."""
+    """Return the operations of a convolution, without those that padding or dilation multiply by zero."""
     labels = _LABELS.search(instruction.attributes)
     found = computation.operands(instruction)[:2]
     if labels is None or len(found) < 2 or not all(operand.arrays for operand in found):
@@ -67,7 +67,7 @@ def _convolved(computation: Computation, instruction: Instruction) -> int:
 
 
 def _positions(size: int, window: int, made: int, dim: int, fields: Mapping[str, str]) -> int:
-    """Pairs of an output and a place in its window, along one dim, that meet an element of the input."""
+    """Return the number of pairs of an output and a window position, along one dim, that read an input element."""
 
     def of(name: str, default: str) -> str:
         return fields[name].split("x")[dim] if name in fields else default
@@ -79,10 +79,11 @@ def _positions(size: int, window: int, made: int, dim: int, fields: Mapping[str,
 
 
 def _attention(computation: Computation, instruction: Instruction) -> int:
-    """The operations of cuDNN's calls, whose first operands are q [B, Q, H, X], k [B, K, H, X] and v [B, K, H, V].
+    """Return the operations of cuDNN's attention.
 
-    A forward multiplies twice, a backward five times: the scores once more, then the gradients of values, scores,
-    queries and keys. Under a causal mask half of the scores count.
+    Its first operands are q [B, Q, H, X], k [B, K, H, X] and v [B, K, H, V]. A forward has two matrix products, a
+    backward five: the scores once more, then the gradients of values, scores, queries and keys. Under a causal mask
+    half of the scores count.
     """
     known = computation.operands(instruction)[:3]
     if len(known) < 3 or any(len(made.arrays) != 1 or len(made.arrays[0].dims) != 4 for made in known):
@@ -94,8 +95,10 @@ def _attention(computation: Computation, instruction: Instruction) -> int:
 
 
 def _grouped(computation: Computation, instruction: Instruction) -> int:
-    """The operations of a kernel of rows [R, D] and matrices [G, ...] to [R, F], or of rows [R, D] and [R, F] to
-    [G, D, F], which may be added to a sum so far; 0 for one of other shapes, of which nothing is known.
+    """Return the operations of a grouped product; 0 if its shapes are not one of the two known forms.
+
+    These are rows [R, D] by matrices [G, ...] to [R, F], and rows [R, D] by rows [R, F] to [G, D, F], which may be
+    added to a previous sum.
     """
     arrays = [o.arrays[0].dims for o in computation.operands(instruction) if len(o.arrays) == 1]
     dims = sorted((len(shape) for shape in arrays if len(shape) > 1), reverse=True)
@@ -109,10 +112,10 @@ def _grouped(computation: Computation, instruction: Instruction) -> int:
 
 
 def traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Bytes that an instruction reads and writes.
+    """Return the bytes that an instruction reads and writes.
 
-    Of a buffer that it only slices, the slices count; of one that it updates in place, the update. A kernel that
-    states its cost knows best.
+    For a buffer that it only slices, the slices count; for a buffer that it updates in place, the update. For a kernel
+    that states its cost, the stated bytes count.
     """
     if stated := _ESTIMATE.search(instruction.config):
         return int(stated[2])
@@ -124,8 +127,9 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
 
 
 def written(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Bytes that an instruction writes; of a buffer that it updates in place, the update. A library's room to work in,
-    bytes beside its results, counts nothing.
+    """Return the bytes that an instruction writes; for a buffer that it updates in place, those of the update.
+
+    The workspace of a library call, an array of bytes among its results, is not counted.
     """
     if instruction.opcode == "fusion" and (called := instruction.called("calls")):
         inner = module.computations[called[0]]
@@ -137,7 +141,7 @@ def written(module: Module, computation: Computation, instruction: Instruction) 
 
 
 def _reads(inner: Computation) -> Iterator[int]:
-    """Bytes that a fusion reads of each of its parameters."""
+    """Yield the bytes that a fusion reads of each of its parameters."""
     for parameter in inner:
         if parameter.opcode == "parameter":
             uses = list(_uses(inner, parameter.name))
@@ -145,7 +149,7 @@ def _reads(inner: Computation) -> Iterator[int]:
 
 
 def _uses(inner: Computation, name: str) -> Iterator[tuple[Instruction, str]]:
-    """Instructions that use a value, under which name; bitcasts are seen through."""
+    """Yield the instructions that use a value, each with the operand's name; bitcasts and reshapes are seen through."""
     for instruction in inner:
         if name in instruction.operands:
             if instruction.opcode in _SEEN_THROUGH and not instruction.is_root:
@@ -155,7 +159,7 @@ def _uses(inner: Computation, name: str) -> Iterator[tuple[Instruction, str]]:
 
 
 def _read(computation: Computation, instruction: Instruction, name: str) -> int:
-    """Bytes that an instruction reads of one of its operands."""
+    """Return the bytes that an instruction reads of one of its operands."""
     operand = computation.by_name.get(name)
     if operand is None:
         return 0
@@ -168,7 +172,7 @@ def _read(computation: Computation, instruction: Instruction, name: str) -> int:
 
 
 def _writes(computation: Computation, made: Instruction | None) -> Iterator[int]:
-    """Bytes of each result; of an update in place, those of the update."""
+    """Yield the written bytes of each result; for an update in place, those of the update."""
     while made is not None and made.opcode in _SEEN_THROUGH:
         made = computation.by_name.get(made.operands[0])
     if made is None:

@@ -1,11 +1,11 @@
-"""The TPU compiler's own account of what its latency-hiding scheduler hid.
+"""Read the TPU compiler's own statistics of its latency-hiding scheduler.
 
-The scheduler prints, for every computation, the cycles that it expects the core to waste in waiting for
-collectives, before and after it has ordered the instructions. They go to the process's standard error if libtpu is
-loaded with ``STATISTICS_ENVIRONMENT`` set, so before the process first touches a TPU topology.
+The scheduler prints, for every computation, the cycles that it expects the core to waste waiting for
+collectives, before and after it has ordered the instructions. They go to the process's standard error if
+``STATISTICS_ENVIRONMENT`` is set when libtpu is loaded, so before the process first uses a TPU topology.
 
-Passes after the scheduler (memory space assignment, collectives made synchronous again) can still move things:
-the text of the compiled program, which ``overlap`` reads, has the last word on the order.
+Passes after the scheduler (memory space assignment, collectives made synchronous again) can still move instructions:
+only the text of the compiled program, which ``overlap`` reads, has the final order.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ _FIELD = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Waste:
-    """One computation's statistics at one point.
+    """One computation's statistics, before or after scheduling.
 
     Attributes:
-      cycles: from its first instruction to its last, waits included.
-      wasted: cycles of those in which the core waits, by kind of collective; kinds that waste none are left
+      cycles: cycles from its first instruction to its last, waits included.
+      wasted: the part of these cycles in which the core waits, by kind of collective; kinds without waits are left
         out.
-      peak_bytes: most memory alive at once.
+      peak_bytes: the most bytes of memory that are live at once.
     """
 
     cycles: float
@@ -43,17 +43,17 @@ class Waste:
 
     @property
     def total_wasted(self) -> float:
-        """Waits for all kinds."""
+        """Cycles of waits for all kinds of collectives."""
         return sum(self.wasted.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class SchedulerStatistics:
-    """A computation before and after latency hiding.
+    """Statistics of a computation before and after latency hiding.
 
     Attributes:
-      module, computation: names in the compiled program.
-      before, after: as first ordered (least memory, overlap by accident), and as scheduled.
+      module, computation: their names in the compiled program.
+      before, after: statistics of the first order (for least memory, overlap only by chance) and of the scheduled one.
     """
 
     module: str
@@ -65,8 +65,8 @@ class SchedulerStatistics:
 def parse_statistics(text: str) -> tuple[SchedulerStatistics, ...]:
     """Read the statistics out of a libtpu log, in the order in which computations were scheduled.
 
-    Other lines count for nothing. A computation scheduled several times gives its last statistics; one whose
-    log breaks off before the second half is left out.
+    Other lines are ignored. For a computation that was scheduled several times, the last statistics count. A
+    computation is left out if the log ends before its second half.
     """
     phase, key = "", ("", "")
     found: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
@@ -74,7 +74,8 @@ def parse_statistics(text: str) -> tuple[SchedulerStatistics, ...]:
         if match := _PHASE.search(line):
             phase, key = match[1], ("", "")
         elif phase and (match := _COMPUTATION.search(line)):
-            key = (match[2] or "", match[1])  # the number behind the module's name is a fresh one each time
+            # The number after the module's name is a new one each time, and is dropped.
+            key = (match[2] or "", match[1])
             found.setdefault(key, {})[phase] = {}
         elif key[1] and (match := _FIELD.search(line)):
             found[key][phase][match[1]] = float(match[2])

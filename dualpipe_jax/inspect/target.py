@@ -1,4 +1,4 @@
-"""Devices to compile for that are not here: TPU pods and clusters of GPUs; and virtual ones of this machine's CPU.
+"""Devices for compilation ahead of time: TPU pods and clusters of GPUs that are not present, and virtual CPU devices.
 
 >>> from dualpipe_jax.inspect import Target
 >>> target = Target.parse("v5p:8x8x16")
@@ -6,8 +6,8 @@
 1024
 >>> devices = target.devices()  # doctest: +SKIP
 
-A mesh of these devices, ShapeDtypeStructs with shardings on it for arguments, and ``jax.jit(f).lower(...)``
-and ``.compile(...)`` do the rest. The compilers come from PyPI and need neither TPU nor GPU nor driver.
+Make a mesh of these devices and ShapeDtypeStructs with shardings on it as arguments, then call
+``jax.jit(f).lower(...)`` and ``.compile(...)``. The compilers come from PyPI and need neither TPU nor GPU nor driver.
 """
 
 import dataclasses
@@ -26,28 +26,28 @@ from dualpipe_jax.inspect.rates import Rates, gpu_rates, tpu_rates
 from dualpipe_jax.installing import install_command
 
 TPU_ENVIRONMENT: Mapping[str, str] = {
-    "TPU_SKIP_MDS_QUERY": "1",  # else it asks Google's metadata server what machine this is, for minutes
+    "TPU_SKIP_MDS_QUERY": "1",  # Otherwise libtpu queries Google's metadata server for minutes.
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_WORKER_ID": "0",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several processes may compile
-    "JAX_PLATFORMS": "cpu",  # there is no TPU to be looked for
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # Several processes may compile at once.
+    "JAX_PLATFORMS": "cpu",  # Otherwise JAX searches for a TPU.
 }
-"""What libtpu must find in the environment when it is loaded on a machine with no TPU."""
+"""The environment variables that libtpu needs when it is loaded on a machine without TPU."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What one of JAX's devices can do.
+    """The memory and published rates of one JAX device.
 
     Attributes:
-      memory: bytes that a program may take. Of a TPU what its compiler gives (libtpu 0.0.42.1 names it when it
-        refuses a program), of a GPU those of its name: contexts and libraries take part of the rest.
-      flops: floating-point operations a second in bfloat16, dense, as published.
-      bandwidth: bytes a second of its memory, as published.
-      clock: hertz of the cycles in which the compiler counts; of a TPU the one at which its matrix units reach
-        ``flops``. tpu7x would need 2.2 GHz for that; the compiler's links, counted in cycles, have v5p's speed at
-        1.9 GHz exactly, so this is taken.
-      source: who says what ``flops`` is.
+      memory: bytes that a program may take. For a TPU, the bytes that its compiler allows (libtpu 0.0.42.1 names them
+        when it refuses a program); for a GPU, the size in its name: contexts and libraries take part of the rest.
+      flops: floating-point operations per second in bfloat16, dense, as published.
+      bandwidth: bytes per second of its memory, as published.
+      clock: hertz of the cycles in which the compiler counts; for a TPU, the clock at which its matrix units reach
+        ``flops``. tpu7x would need 2.2 GHz for that; but the compiler's links, counted in cycles, have v5p's speed at
+        exactly 1.9 GHz, so its clock here is 1.9 GHz.
+      source: the source of ``flops``.
     """
 
     memory: int
@@ -71,7 +71,7 @@ DEVICES: Mapping[str, Device] = {
         for name, gpu in GPUS.items()
     },
 }
-"""Devices by generation, as published: TPUs by Google Cloud's page of each, GPUs as in ``gpus.GPUS``."""
+"""Devices by generation, as published: TPUs from Google Cloud's page of each, GPUs from ``gpus.GPUS``."""
 
 _TPU_DIMS = {"v4": (2, 3), "v5e": (2,), "v5p": (2, 3), "v6e": (2,), "tpu7x": (2, 3)}
 _DIMS = {**_TPU_DIMS, **dict.fromkeys(GPUS, (2,)), "cpu": (1,)}
@@ -81,7 +81,8 @@ _PATIENCE = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
-"""Virtual devices wait for each other where cores are few; the defaults end a process after seconds of that."""
+"""XLA flags with longer timeouts: virtual devices wait for each other if there are few cores, and the defaults end the
+process after seconds of waiting."""
 _CUDA = ("xla_cuda13", "xla_cuda12")
 
 
@@ -95,8 +96,8 @@ class Target:
 
     Attributes:
       generation: v4, v5e, v5p, v6e, tpu7x, a100, h100, h200, b200, gb200 or cpu.
-      shape: chips along each axis of a TPU's torus; of GPUs nodes x GPUs of a node, which are those that NVLink
-        joins, 72 of a GB200 NVL72; of cpu virtual devices.
+      shape: for TPUs, the number of chips along each axis of the torus; for GPUs, the number of nodes and of GPUs per
+        node, which are those that NVLink joins (72 in a GB200 NVL72); for cpu, the number of virtual devices.
     """
 
     generation: str
@@ -104,13 +105,13 @@ class Target:
 
     @classmethod
     def parse(cls, name: str) -> "Target":
-        """A target from its name.
+        """Return the target of a name.
 
         >>> Target.parse("h100:8x8").num_devices
         64
 
         Raises:
-          ValueError: the name is not a generation and its sizes.
+          ValueError: if the name is not a generation and its sizes.
         """
         generation, _, shape = name.lower().partition(":")
         if generation not in _DIMS:
@@ -140,15 +141,15 @@ class Target:
 
     @property
     def num_devices(self) -> int:
-        """JAX devices; two a chip on v4 and tpu7x."""
+        """The number of JAX devices; two per chip on v4 and tpu7x."""
         return math.prod(self.shape) * _DEVICES_PER_CHIP.get(self.generation, 1)
 
     @property
     def device(self) -> Device:
         """The memory, peak rates and clock of one device.
 
-        A virtual CPU device has its share of this machine's memory and a clock of nanoseconds. Its rates are 0: they
-        are not known before they are measured.
+        A virtual CPU device has its share of this machine's memory and a clock of 1 GHz, so its cycles are nanoseconds.
+        Its rates are 0: they are not known before they are measured.
         """
         if self.platform == "cpu":
             memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -157,7 +158,7 @@ class Target:
 
     @property
     def rates(self) -> Rates:
-        """Durations that compiled programs leave out, for ``overlap``; none of CPU devices, which are timed."""
+        """Durations that compiled programs leave out, for ``overlap``; empty for CPU devices, which can be timed."""
         if self.platform == "cpu":
             return Rates()
         if self.platform == "cuda":
@@ -165,9 +166,9 @@ class Target:
         return tpu_rates(self.generation)
 
     def rates_on(self, devices: Sequence[Any]) -> Rates:
-        """``rates``, with all-to-alls timed by the places of these devices: those of a mesh, in its order."""
+        """Return ``rates``; on TPUs, all-to-alls and permutes are timed by the places of a mesh's devices, in order."""
         if self.platform != "tpu":
-            return self.rates  # nodes follow each other
+            return self.rates  # Consecutive devices share a node, whatever the mesh.
         shape = (*self.shape, *(1,) * (3 - len(self.shape)))
         places = tuple(tuple(device.coords) for device in devices)
         return dataclasses.replace(self.rates, fabric=Torus(shape, places, self.rates.link or 1.0))
@@ -182,10 +183,10 @@ class Target:
         return TPU_ENVIRONMENT if self.platform == "tpu" else {"JAX_PLATFORMS": "cpu"}
 
     def check_compiler(self) -> None:
-        """Check that the compiler for these devices is installed; loads nothing.
+        """Check that the compiler for these devices is installed, without loading it.
 
         Raises:
-          MissingCompiler: it is not installed.
+          MissingCompiler: if it is not installed.
         """
         if self.platform == "tpu" and not _is_installed("libtpu"):
             raise MissingCompiler(_missing(self, "libtpu", "jax[tpu]", "tpu"))
@@ -193,14 +194,14 @@ class Target:
             raise MissingCompiler(_missing(self, "JAX's CUDA plugin", "jax[cuda13]", "cuda"))
 
     def devices(self) -> list[Any]:
-        """Its devices. Programs can be compiled for them, but no array can be put on them, except on CPU's.
+        """Return the target's devices. Programs can be compiled for these, but only CPU devices can hold arrays.
 
         Variables of ``environment`` that are not set are set, which has no effect if JAX has read them before. In one
-        process Pallas' Mosaic kernels compile for one architecture of GPU, the first: take another process for another.
+        process Pallas' Mosaic kernels compile for only one GPU architecture, the first: use one process for each.
 
         Raises:
-          MissingCompiler: the compiler is not installed.
-          ValueError: the compiler knows no slice of this shape.
+          MissingCompiler: if the compiler is not installed.
+          ValueError: if the compiler knows no slice of this shape, or JAX was loaded with fewer CPU devices.
         """
         self.check_compiler()
         for name, value in self.environment.items():
@@ -226,7 +227,7 @@ class Target:
 
 
 def _enough(target: Target, devices: list[Any]) -> list[Any]:
-    """The first of them. Raises ValueError where JAX was loaded with fewer."""
+    """Return as many of the devices as the target has. Raises ValueError if JAX was loaded with fewer."""
     if len(devices) < target.num_devices:
         flags = target.environment["XLA_FLAGS"]
         raise ValueError(
@@ -238,7 +239,7 @@ def _enough(target: Target, devices: list[Any]) -> list[Any]:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it would lie in is not there either
+    except ModuleNotFoundError:  # The parent package is not installed either.
         return False
 
 

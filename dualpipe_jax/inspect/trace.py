@@ -1,4 +1,4 @@
-"""A computation's timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""Write a computation's timeline as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -13,25 +13,26 @@ _Time = Callable[[float], float]
 """A function from cycles to the trace's time."""
 
 _PROCESS = 1
-"""Holds all rows. To viewers, 0 is the kernel's idle process, which they hide."""
+"""The number of the process that holds all rows. Viewers hide process 0, which to them is the kernel's idle process."""
 
 _FIRST_ROW = 2
-"""Rows are threads, numbered after the process, whose main thread one would be taken for otherwise."""
+"""The number of the first row. Rows are threads; viewers take a thread with the process's number for its main thread,
+so no row has that number."""
 
 _COLOURS = {"forward": "rail_idle", "backward": "rail_load", "unknown": "grey", "wait": "terrible"}
-"""chrome://tracing's names; Perfetto chooses its own."""
+"""Colours by their names in chrome://tracing; Perfetto chooses its own."""
 
 
 def to_chrome_trace(
     report: OverlapReport, computation: str, clock: float | None = None, names: Names = DIRECTION_NAMES
 ) -> dict[str, Any]:
-    """Draw one computation's timeline in the Chrome trace event format; ``json.dump`` it to a file and open that.
+    """Return one computation's timeline in the Chrome trace event format, to be written with ``json.dump``.
 
     The row "computation" has a slice for each stretch of one direction (forward, backward, neither) or wait, and
-    in it one for each instruction. Every kind of collective has a row of its own, and more than one only where
-    durations are unknown. Arguments of a slice are its op_name, opcode, cycles and matrix products; of a
-    collective also its payload in bytes, how many cycles of it are exposed, and the matrix products between its
-    start and its done.
+    in it a slice for each instruction. Every kind of collective has a row of its own, and more than one only if
+    durations are unknown. The arguments of a slice are its op_name, opcode, cycles and matrix products; a
+    collective also has its payload in bytes, its exposed cycles, and the matrix products between its start and its
+    done.
 
     >>> import jax, jax.numpy as jnp
     >>> from dualpipe_jax import inspect, make_mesh
@@ -45,12 +46,12 @@ def to_chrome_trace(
     ['computation', 'all-reduce']
 
     Args:
-      report: from ``overlap``.
-      computation: which, by name.
-      clock: hertz of the cycles, such as ``target.device.clock``. The trace's times are then rounded to an eighth
-        of a microsecond, which is as fine as viewers read without rounding it again: neighbours meet and never
+      report: a report of ``overlap``.
+      computation: the name of the computation to write.
+      clock: the hertz of the cycles, such as ``target.device.clock``. The trace's times are then rounded to an eighth
+        of a microsecond, the finest step that viewers read without rounding it again: so neighbours meet and never
         overlap. If None, a microsecond of the trace is a cycle.
-      names: names of the directions, where they are not those of training.
+      names: names of the directions, if they are not those of training.
 
     Raises:
       KeyError: if the program runs no such computation line by line.
@@ -77,7 +78,7 @@ def to_chrome_trace(
                 _slice(row, e, _short(e, called), _about_collective(e, named[e.name]), time, called)
                 for e in events
             ]
-    drawn.sort(key=lambda event: event["ts"])  # stable: a stretch stands before its first instruction
+    drawn.sort(key=lambda event: event["ts"])  # Stable: a stretch stays before its first instruction.
     unit = {"hertz": clock} if clock else {"one microsecond is": "one cycle"}
     spent = report.computations[computation]
     return {
