@@ -35,7 +35,7 @@ _GROUPS = re.compile(
     r"replica_groups=(?:\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?|\{(\{[\d,{} ]+\})\}"
     r"|mesh\[([^\]]+)\][^{]*\{([^}]+)\})"
 )
-_PAIRS = re.compile(r"source_target_pairs=\{([\d,{} ]+)\}")
+_SOURCE_TARGET_PAIRS = re.compile(r"source_target_pairs=\{([\d,{} ]+)\}")
 _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?(?:=(\d+))?")
 _IS_SYNC = re.compile(r'"is_sync":\s*true')
 
@@ -70,13 +70,13 @@ class Pair(NamedTuple):
 
 def collectives(module: Module, computation: Computation) -> list[Pair]:
     """Return the collectives that a computation issues itself, in the order in which they begin."""
-    waits = _waits(module, computation)
+    dones = _dones_by_start(module, computation)
     found = []
     for k, instruction in enumerate(computation):
         kind, phase = kind_of(module, instruction), phase_of(module, instruction)
         if kind is None or phase not in ("start", "whole"):
             continue
-        update, done = waits.get(instruction.name, (None, len(computation.instructions)))
+        update, done = dones.get(instruction.name, (None, len(computation.instructions)))
         payload = _payload(computation, instruction, done if phase == "start" else k)
         start = k
         if phase == "whole" or _IS_SYNC.search(instruction.config):
@@ -120,20 +120,20 @@ def phase_of(module: Module, instruction: Instruction) -> str:
     return "whole"
 
 
-def _waits(module: Module, computation: Computation) -> dict[str, tuple[int | None, int]]:
+def _dones_by_start(module: Module, computation: Computation) -> dict[str, tuple[int | None, int]]:
     """Return, by the name of each start, (position of its first update or None, position of its done)."""
     found = {}
     for k, done in enumerate(computation):
         if phase_of(module, done) == "done":
-            update, step = None, _source(computation, done)
+            update, step = None, _operand_source(computation, done)
             while step is not None and phase_of(module, step) == "update":
-                update, step = computation.position[step.name], _source(computation, step)
+                update, step = computation.position[step.name], _operand_source(computation, step)
             if step is not None:
                 found[step.name] = (update, k)
     return found
 
 
-def _source(computation: Computation, instruction: Instruction) -> Instruction | None:
+def _operand_source(computation: Computation, instruction: Instruction) -> Instruction | None:
     """Return the instruction that made the first operand, seen through get-tuple-elements."""
     source = computation.by_name.get(instruction.operands[0]) if instruction.operands else None
     while source is not None and source.opcode == "get-tuple-element":
@@ -157,21 +157,21 @@ def _groups(module: Module, issued: Instruction) -> tuple[tuple[int, ...], ...] 
     """
     inside = (i.attributes for name in issued.called() for i in module.inside(name))
     for attributes in (issued.attributes, *inside):
-        if pairs := _PAIRS.search(attributes):
+        if pairs := _SOURCE_TARGET_PAIRS.search(attributes):
             return tuple((int(a), int(b)) for a, b in re.findall(r"(\d+),\s*(\d+)", pairs[1]))
         if match := _GROUPS.search(attributes):
             count, size, dims, order, listed, mesh, axes = match.groups()
             if listed:
                 return tuple(map(_numbers, re.findall(r"[\d,]+\d|\d", listed)))
             if mesh:
-                return _of_mesh(mesh, axes)
+                return _mesh_groups(mesh, axes)
             ids = np.arange(int(count) * int(size)).reshape(_numbers(dims))
             ids = ids.transpose(_numbers(order)) if order else ids
             return tuple(map(tuple, ids.reshape(int(count), int(size)).tolist()))
     return None
 
 
-def _of_mesh(mesh: str, axes: str) -> tuple[tuple[int, ...], ...]:
+def _mesh_groups(mesh: str, axes: str) -> tuple[tuple[int, ...], ...]:
     """Return the groups along axes of a mesh; ``'a':(2)4`` is a part of size 4 of an axis, after a part of size 2."""
     sizes = {name: int(whole) for name, _, _, whole in _AXIS.findall(mesh)}
     parts: dict[str, list[tuple[int, int]]] = {}

@@ -5,12 +5,12 @@ from dualpipe_jax.arguments import typechecked
 _EXPERIMENTAL = "xla_tpu_enable_all_experimental_scheduler_features"
 """The TPU scheduler's experimental features, which hide much more communication from v5p on (v5p: 51 -> 100 %)."""
 
-_MATMULS = "xla_lhs_output_fusion_latency_multiplier"
+_MATMUL_LATENCY = "xla_lhs_output_fusion_latency_multiplier"
 """Corrects the scheduler's estimate of matmuls, which is longer than the compiler's final figures: 5.6 times on v5e, 11
 times on v5p (a product of 4096 x 4096 x 4096, libtpu 0.0.42.1; v6e and tpu7x were not measured). Without the
 correction the scheduler puts too little work beside all-to-alls."""
 
-_LOOPS = "xla_lhs_loop_fusion_latency_multiplier"
+_LOOP_LATENCY = "xla_lhs_loop_fusion_latency_multiplier"
 """Corrects the scheduler's estimate of elementwise work, which is too long as well, so that a pair's last all-to-all
 starts too late (1.1 : 1 on v5p: 95.7 -> 97.2 % hidden)."""
 
@@ -20,10 +20,10 @@ _FUSION_MEMORY = "xla_tpu_scoped_vmem_limit_kib"
 fewer; four times the default gains no more."""
 
 _TPU = {
-    "v5e": {_MATMULS: "0.2", _LOOPS: "0.5", _FUSION_MEMORY: "32768"},
-    "v5p": {_EXPERIMENTAL: "true", _MATMULS: "0.1", _LOOPS: "0.5", _FUSION_MEMORY: "32768"},
-    "v6e": {_EXPERIMENTAL: "true", _MATMULS: "0.1"},
-    "tpu7x": {_EXPERIMENTAL: "true", _MATMULS: "0.1"},
+    "v5e": {_MATMUL_LATENCY: "0.2", _LOOP_LATENCY: "0.5", _FUSION_MEMORY: "32768"},
+    "v5p": {_EXPERIMENTAL: "true", _MATMUL_LATENCY: "0.1", _LOOP_LATENCY: "0.5", _FUSION_MEMORY: "32768"},
+    "v6e": {_EXPERIMENTAL: "true", _MATMUL_LATENCY: "0.1"},
+    "tpu7x": {_EXPERIMENTAL: "true", _MATMUL_LATENCY: "0.1"},
 }
 """Options by TPU generation, in addition to those that every TPU takes."""
 
@@ -87,7 +87,7 @@ products use cuBLAS. Nothing else is timed either, so two processes cannot choos
 gradients differed."""
 
 
-NO_TILES = "Couldn't find output tile sizes"
+NO_TILES_MESSAGE = "Couldn't find output tile sizes"
 """Part of XLA's error message if it may time nothing, as for a GPU that is not present, and finds no tiles for its own
 product."""
 

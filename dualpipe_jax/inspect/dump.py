@@ -10,44 +10,44 @@ from typing import NamedTuple
 
 from dualpipe_jax.inspect.collectives import KINDS
 
-HOW = 'XLA_FLAGS="--xla_dump_to=FOLDER --xla_dump_hlo_as_text"'
+DUMP_FLAGS = 'XLA_FLAGS="--xla_dump_to=FOLDER --xla_dump_hlo_as_text"'
 """The setting with which XLA writes text that this package can read."""
 
 _PROGRAM = re.compile(r"(module_\d+\.[^.]+)\.(?:.*\.)?(?:[\w.]*_)?(after_\w+)\.txt$")
-_PASSES = "after_codegen", "after_optimizations"
+_DUMP_POINTS = "after_codegen", "after_optimizations"
 """The points of compilation whose texts are read, the best one first."""
-_SENDS = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(")
+_COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(")
 
 
-class Found(NamedTuple):
+class ProgramFiles(NamedTuple):
     """The file of the program with the most collectives, and the files of all other programs."""
 
     file: Path
     others: tuple[Path, ...] = ()
 
 
-def find_program(path: Path) -> Found:
+def find_program(path: Path) -> ProgramFiles:
     """Return a file as it is; for a folder, its program with the most collectives, the longest one if several have.
 
     Raises:
       ValueError: if the folder holds no compiled program as text.
     """
     if not path.is_dir():
-        return Found(path)
+        return ProgramFiles(path)
     programs: dict[str, Path] = {}
-    for point in _PASSES:
+    for point in _DUMP_POINTS:
         for file in sorted(path.iterdir()):
             match = _PROGRAM.match(file.name)
             if match and match[2] == point:
                 programs.setdefault(match[1], file)
-    files = sorted(programs.values(), key=_communicates, reverse=True)
+    files = sorted(programs.values(), key=_collectives_and_size, reverse=True)
     if not files:
         raise ValueError(
-            f"no compiled program in this folder's {len(list(path.iterdir()))} files; compile with {HOW}, or name a "
-            "file with the text of what jax.jit(f).lower(...).compile() returns"
+            f"no compiled program in this folder's {len(list(path.iterdir()))} files; compile with {DUMP_FLAGS}, or "
+            "name a file with the text of what jax.jit(f).lower(...).compile() returns"
         )
-    return Found(files[0], tuple(files[1:]))
+    return ProgramFiles(files[0], tuple(files[1:]))
 
 
-def _communicates(file: Path) -> tuple[int, int]:
-    return len(_SENDS.findall(file.read_text(errors="replace"))), file.stat().st_size
+def _collectives_and_size(file: Path) -> tuple[int, int]:
+    return len(_COLLECTIVE.findall(file.read_text(errors="replace"))), file.stat().st_size

@@ -20,10 +20,10 @@ from dualpipe_jax.present.numbers import format_bytes, format_cycles, percent
 Cause = Literal["synchronous", "order", "link", "dependence"]
 
 _CONTROL = re.compile(r"control-predecessors=\{([^}]*)\}")
-_NAMED = 3
+_MAX_NAMED_PIECES = 3
 """The largest number of pieces of work that a sentence names."""
 
-_WORTH = 0.05
+_MIN_NAMED_SHARE = 0.05
 """The least share of the exposed cycles that a piece of work must have to be named."""
 
 
@@ -35,7 +35,7 @@ class Piece(NamedTuple):
     cycles: float
 
     def __str__(self) -> str:
-        return f"{self.name} ({', '.join(filter(None, (format_cycles(self.cycles), short(self.op_name))))})"
+        return f"{self.name} ({', '.join(filter(None, (format_cycles(self.cycles), shorten(self.op_name))))})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Exposure:
 
     def __str__(self) -> str:
         own, times = self.collective, "" if self.times == 1 else f"{self.times} times "
-        about = ", ".join(filter(None, (own.kind, format_bytes(own.payload), short(own.op_name))))
+        about = ", ".join(filter(None, (own.kind, format_bytes(own.payload), shorten(own.op_name))))
         lost = f"{times}{format_cycles(own.exposed)} of {format_cycles(own.duration)} cycles exposed"
         return f"{own.name} ({about}): {lost}. {self.why}"
 
@@ -105,7 +105,7 @@ class Exposure:
         )
 
 
-def short(op_name: str) -> str:
+def shorten(op_name: str) -> str:
     """Return the last three parts of JAX's name of an operation, which are the nearest to the user's code."""
     return "/".join(op_name.split("/")[-3:])
 
@@ -116,7 +116,11 @@ class Dependence:
     def __init__(self, computation: Computation):
         self.computation, position = computation, computation.position
         self._needs = [
-            tuple(position[name] for name in (*i.operands, *_controls(i.attributes)) if name in position)
+            tuple(
+                position[name]
+                for name in (*i.operands, *_control_predecessors(i.attributes))
+                if name in position
+            )
             for i in computation
         ]
 
@@ -130,7 +134,7 @@ class Dependence:
 
     def related(self, at: int) -> set[int]:
         """Return the instruction, all that it depends on and all that depend on it, directly or through others."""
-        return _reached(at, self._needs) | _reached(at, self._readers)
+        return _reachable(at, self._needs) | _reachable(at, self._readers)
 
     def longest(self, cycles: Sequence[float], flights: Mapping[int, tuple[int, float]]) -> float:
         """Return the cycles of the longest chain of instructions in which each depends on the previous one.
@@ -149,12 +153,12 @@ class Dependence:
         return max(ends, default=0.0)
 
 
-def _controls(attributes: str) -> list[str]:
+def _control_predecessors(attributes: str) -> list[str]:
     found = _CONTROL.search(attributes) if "control-predecessors" in attributes else None
     return re.findall(r"[\w.\-$]+", found[1]) if found else []
 
 
-def _reached(at: int, edges: Sequence[Iterable[int]]) -> set[int]:
+def _reachable(at: int, edges: Sequence[Iterable[int]]) -> set[int]:
     found, pending = {at}, [at]
     while pending:
         new = [other for other in edges[pending.pop()] if other not in found]
@@ -198,5 +202,7 @@ def explain(
         cause = "order"
     elif queued >= exposed / 2:
         cause = "link"
-    could = tuple(piece for piece in elsewhere[:_NAMED] if piece.cycles >= _WORTH * exposed)
+    could = tuple(
+        piece for piece in elsewhere[:_MAX_NAMED_PIECES] if piece.cycles >= _MIN_NAMED_SHARE * exposed
+    )
     return Exposure(collective, times, cause, cycles, could, queued)

@@ -16,7 +16,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 EXCHANGES = "all-to-all", "ragged-all-to-all"
 PERMUTE = "collective-permute"
-_RINGS = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
+_RING_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 """How often a ring moves the payload, without the device's own part, through each device."""
 
 
@@ -54,7 +54,7 @@ class Nodes:
             return payload / (self.between if across else self.inside)
         if kind in EXCHANGES:
             return max(self._exchange(payload, group) for group in groups)
-        return _RINGS.get(kind, 0) * max(self._ring(payload, group) for group in groups)
+        return _RING_PASSES.get(kind, 0) * max(self._ring(payload, group) for group in groups)
 
     def _exchange(self, payload: float, group: tuple[int, ...]) -> float:
         there = self._on_nodes(group)
@@ -71,8 +71,8 @@ class Nodes:
 
     def _on_nodes(self, group: tuple[int, ...]) -> np.ndarray:
         """Return the number of the group's devices on each node that has any."""
-        beside = np.bincount(np.asarray(group) // self.size)
-        return np.asarray(beside[beside > 0])
+        counts = np.bincount(np.asarray(group) // self.size)
+        return np.asarray(counts[counts > 0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,12 +96,12 @@ class Torus:
         """
         if kind not in (*EXCHANGES, PERMUTE):
             return 0.0
-        busiest = _passing if kind == PERMUTE else _busiest
-        return payload * busiest(self.shape, self.places, groups) / self.link
+        link_load = _permute_link_load if kind == PERMUTE else _exchange_link_load
+        return payload * link_load(self.shape, self.places, groups) / self.link
 
 
 @functools.lru_cache
-def _busiest(shape: Shape, places: tuple[tuple[int, ...], ...], groups: Groups) -> float:
+def _exchange_link_load(shape: Shape, places: tuple[tuple[int, ...], ...], groups: Groups) -> float:
     by_size: dict[int, list[tuple[int, ...]]] = {}
     for group in groups:
         by_size.setdefault(len(group), []).append(group)
@@ -110,6 +110,6 @@ def _busiest(shape: Shape, places: tuple[tuple[int, ...], ...], groups: Groups) 
 
 
 @functools.lru_cache
-def _passing(shape: Shape, places: tuple[tuple[int, ...], ...], pairs: Groups) -> float:
+def _permute_link_load(shape: Shape, places: tuple[tuple[int, ...], ...], pairs: Groups) -> float:
     ends = np.asarray(places)[np.asarray(pairs)]
     return max_link_messages(ends[:, 0], ends[:, 1], shape)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 
 @dataclasses.dataclass(frozen=True)
-class Reached:
+class Efficiency:
     """The part of a GPU's published rates that compiled programs reach.
 
     Attributes:
@@ -71,8 +71,8 @@ class Gpu:
     nvlink: float
     network: float
     source: str
-    published: Reached
-    reached: Reached | None = None
+    published: Efficiency
+    reached: Efficiency | None = None
 
     def target_config(self) -> str:
         """Return XLA's GpuTargetConfigProto as text, to compile where no such GPU is present.
@@ -124,7 +124,7 @@ dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
 """
 
 
-_HOPPER = Reached(
+_HOPPER = Efficiency(
     attention=(0.53, 0.41),
     products=0.80,
     grouped=0.72,
@@ -149,7 +149,9 @@ _H100 = Gpu(
     nvlink=450e9,
     network=50e9,
     source="NVIDIA's data sheets of the H100 SXM and of the DGX H100",
-    published=Reached(attention=(0.55, 0.5)),  # Shah et al. 2024, FlashAttention-3, figures 5 and 6, of cuDNN
+    published=Efficiency(
+        attention=(0.55, 0.5)
+    ),  # Shah et al. 2024, FlashAttention-3, figures 5 and 6, of cuDNN
     reached=dataclasses.replace(
         _HOPPER,
         memory=0.725,
@@ -157,7 +159,7 @@ _H100 = Gpu(
     ),
 )
 
-_BLACKWELL = Reached(attention=(0.55, 0.5))
+_BLACKWELL = Efficiency(attention=(0.55, 0.5))
 """The forward's share is that of cuDNN 9.13 on a B200 (arXiv 2603.05451, FlashAttention-4). The backward's share is the
 H100's, because none is published for a B200. A GB200 has the shares of a B200."""
 
@@ -176,7 +178,7 @@ GPUS: Mapping[str, Gpu] = {
         nvlink=300e9,
         network=25e9,
         source="NVIDIA's data sheets of the A100 80GB SXM and of the DGX A100",
-        published=Reached(attention=(0.73, 0.63)),  # Dao 2023, FlashAttention-2, its fastest cases
+        published=Efficiency(attention=(0.73, 0.63)),  # Dao 2023, FlashAttention-2, its fastest cases
     ),
     "h100": _H100,
     "h200": dataclasses.replace(

@@ -27,8 +27,8 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\]")
 _BITS = re.compile(r"[a-z]+(\d+)")
-_ENDS = ("}, execution_thread", "} //")
-_BRANCHES = ("branch_computations", "true_computation", "false_computation")
+_COMPUTATION_ENDS = ("}, execution_thread", "} //")
+_BRANCH_ROLES = ("branch_computations", "true_computation", "false_computation")
 
 
 class Array(NamedTuple):
@@ -164,7 +164,7 @@ class Module:
         while pending:
             name = pending.pop()
             for instruction in self.computations[name]:
-                for role, called in _steps(instruction):
+                for role, called in _called_line_by_line(instruction):
                     if called in self.computations and called not in found:
                         found[called] = name, instruction, role
                         pending.append(called)
@@ -186,14 +186,14 @@ class Module:
     @functools.cached_property
     def loops(self) -> dict[str, tuple[str, Instruction]]:
         """The bodies of executed loops: body -> (computation that holds the loop, its ``while`` instruction)."""
-        return self._held("while", "body")
+        return self._bodies_of("while", "body")
 
     @functools.cached_property
     def branches(self) -> dict[str, tuple[str, Instruction]]:
         """The branches of executed conditionals: branch -> (computation with the conditional, the ``conditional``)."""
-        return self._held("conditional", "branch")
+        return self._bodies_of("conditional", "branch")
 
-    def _held(self, opcode: str, role: str) -> dict[str, tuple[str, Instruction]]:
+    def _bodies_of(self, opcode: str, role: str) -> dict[str, tuple[str, Instruction]]:
         return {
             body: (name, instruction)
             for name in self.executed
@@ -278,7 +278,7 @@ def _blocks(text: str) -> Iterator[tuple[re.Match[str], list[tuple[re.Match[str]
     for line in text.splitlines():
         if header is None:
             header = None if line.startswith("HloModule") else _HEADER.match(line)
-        elif line == "}" or line.startswith(_ENDS):
+        elif line == "}" or line.startswith(_COMPUTATION_ENDS):
             yield header, lines
             header, lines = None, []
         elif head := _INSTRUCTION.match(line):
@@ -288,7 +288,7 @@ def _blocks(text: str) -> Iterator[tuple[re.Match[str], list[tuple[re.Match[str]
 
 
 def _instruction(head: re.Match[str], line: str) -> Instruction:
-    end = _close(line, head.end())
+    end = _closing_parenthesis(line, head.end())
     attributes = line[end + 1 :].lstrip(", ")
     plain = attributes.partition("backend_config=")[0]
     name = _OP_NAME.search(plain)
@@ -306,7 +306,7 @@ def _instruction(head: re.Match[str], line: str) -> Instruction:
     )
 
 
-def _close(line: str, start: int) -> int:
+def _closing_parenthesis(line: str, start: int) -> int:
     """Return the position of the parenthesis that closes the one just before ``start``."""
     end = line.find(")", start)
     opened = line.count("(", start, end)
@@ -322,11 +322,11 @@ def _calls(attributes: str) -> tuple[Call, ...]:
     for role, name, group, names in _CALLED.findall(attributes):
         role = role or group
         listed = [name] if name else [n.strip().lstrip("%") for n in names.split(",") if n.strip()]
-        found += [Call("branch" if role in _BRANCHES else role, n) for n in listed]
+        found += [Call("branch" if role in _BRANCH_ROLES else role, n) for n in listed]
     return tuple(found)
 
 
-def _steps(instruction: Instruction) -> Iterator[tuple[str, str]]:
+def _called_line_by_line(instruction: Instruction) -> Iterator[tuple[str, str]]:
     """Yield (role, name) of each computation that an instruction runs line by line; the role of a call is empty."""
     if instruction.opcode == "while":
         yield from ((call.role, call.computation) for call in instruction.calls)

@@ -1,4 +1,4 @@
-"""Prepare a computation's timeline for drawing: rows of events that do not overlap, stretches of one direction."""
+"""Prepare a computation's timeline for drawing: rows of events that do not overlap, segments of one direction."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,15 +14,15 @@ DIRECTION_NAMES: Names = {"forward": ("forward", "F"), "backward": ("backward", 
 """The names of directions in training."""
 
 
-class Stretch(NamedTuple):
+class Segment(NamedTuple):
     """Consecutive events on the lane ``compute`` that are drawn as one.
 
     Attributes:
-      what: the direction of the events, or ``wait``.
+      label: the direction of the events, or ``wait``.
       events: the events, without gaps between them.
     """
 
-    what: str
+    label: str
     events: tuple[Event, ...]
 
     @property
@@ -36,7 +36,7 @@ class Stretch(NamedTuple):
         return self.events[-1].end
 
 
-def part(event: Event) -> str:
+def exchange_name(event: Event) -> str:
     """Return ``dispatch`` or ``combine`` if a named scope says which exchange of the experts it is, else ""."""
     found = re.findall(r"\b(dispatch|combine)\b", event.op_name)
     return found[-1] if found else ""
@@ -60,39 +60,39 @@ def rows(events: Iterable[Event]) -> dict[str, list[list[Event]]]:
     return lanes
 
 
-def stretches(work: Sequence[Event], least: float = 0.0) -> list[Stretch]:
+def segments(work: Sequence[Event], min_cycles: float = 0.0) -> list[Segment]:
     """Return the lane ``compute`` with consecutive events of one direction joined.
 
     Args:
       work: the events of the lane.
-      least: the least cycles of a stretch. Shorter events are joined with their neighbours, and the stretch has the
-        direction with the most cycles in it; waits stay as they are.
+      min_cycles: the least cycles of a segment. Shorter events are joined with their neighbours, and the segment has
+        the direction with the most cycles in it; waits stay as they are.
     """
-    found: list[Stretch] = []
+    found: list[Segment] = []
     pending: list[Event] = []
 
     def close() -> None:
         if not pending:
             return
-        what = _most(pending)
-        short = what != "wait" and pending[-1].end - pending[0].start < least
-        if short and found and found[-1].what != "wait":
-            what = found[-1].what
-        before = found.pop().events if found and found[-1].what == what else ()
-        found.append(Stretch(what, (*before, *pending)))
+        label = _dominant_label(pending)
+        short = label != "wait" and pending[-1].end - pending[0].start < min_cycles
+        if short and found and found[-1].label != "wait":
+            label = found[-1].label
+        before = found.pop().events if found and found[-1].label == label else ()
+        found.append(Segment(label, (*before, *pending)))
         pending.clear()
 
     for event in work:
         if event.kind == "wait":
             close()
         pending.append(event)
-        if event.kind == "wait" or event.end - pending[0].start >= least:
+        if event.kind == "wait" or event.end - pending[0].start >= min_cycles:
             close()
     close()
     return found
 
 
-def _most(events: Sequence[Event]) -> str:
+def _dominant_label(events: Sequence[Event]) -> str:
     if events[0].kind == "wait":
         return "wait"
     cycles = dict.fromkeys(sorted({event.direction for event in events}), 0.0)

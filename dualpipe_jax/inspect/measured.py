@@ -66,25 +66,25 @@ def read_rates(file: str | Path) -> Mapping[str, Any]:
     except (OSError, ValueError) as error:
         raise ValueError(f"--rates {file}: cannot read it: {error}") from None
     rates = entries.get("rates") if isinstance(entries, dict) else None
-    if not isinstance(rates, dict) or not rates.keys() & {*_PLAIN, *_NUMBERS, _PRODUCTS}:
+    if not isinstance(rates, dict) or not rates.keys() & {*_SCALARS, *_OBJECT_FIELDS, _PRODUCTS}:
         raise ValueError(
             f"--rates {file}: no rates in it; `dualpipe probe` on the devices writes such a file"
         )
     for name, found in rates.items():
-        for where, number in _numbers(name, found, file):
+        for where, number in _entry_numbers(name, found, file):
             _check_number(where, number, file)
     return rates
 
 
-def _numbers(name: str, found: Any, file: str | Path) -> Iterator[tuple[str, Any]]:
+def _entry_numbers(name: str, found: Any, file: str | Path) -> Iterator[tuple[str, Any]]:
     """Yield the path and value of each number that an entry must hold; nothing for an entry that is not read."""
-    if name in _PLAIN:
+    if name in _SCALARS:
         yield name, found
-    elif name in _NUMBERS:
+    elif name in _OBJECT_FIELDS:
         if not isinstance(found, dict):
-            wanted = ", ".join(_NUMBERS[name])
+            wanted = ", ".join(_OBJECT_FIELDS[name])
             raise ValueError(f"--rates {file}: {name} is {found!r}, must be an object with {wanted}")
-        yield from ((f"{name}.{key}", found.get(key)) for key in _NUMBERS[name])
+        yield from ((f"{name}.{key}", found.get(key)) for key in _OBJECT_FIELDS[name])
     elif name == _PRODUCTS:
         if not (isinstance(found, list) and found and all(isinstance(one, dict) for one in found)):
             wanted = "a list of objects with size, flops_per_second"
@@ -97,8 +97,8 @@ def _numbers(name: str, found: Any, file: str | Path) -> Iterator[tuple[str, Any
 
 
 _PRODUCTS = "products"
-_PLAIN = ("memory", "flops", "grouped")
-_NUMBERS: Mapping[str, tuple[str, ...]] = {
+_SCALARS = ("memory", "flops", "grouped")
+_OBJECT_FIELDS: Mapping[str, tuple[str, ...]] = {
     "all-to-all": ("bytes_per_second", "latency", "devices"),
     "permute": ("bytes_per_second", "latency"),
     "attention": ("forward", "backward"),

@@ -34,16 +34,22 @@ MATMUL_CALLS = (
 )
 """Patterns of the targets of custom calls that count as matrix products: calls of libraries, and Pallas kernels."""
 
-_NOTABLE = 1 << 16
+_MIN_UNPRICED_BYTES = 1 << 16
 """The least bytes of an instruction's result with which it is listed as unpriced."""
 
-_FREE = (
+_ZERO_TIME_OPCODES = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "domain"),
     *("opt-barrier", "add-dependency", "partition-id", "replica-id"),
 )
 """Opcodes that take the core no time."""
 
-_FREE_CALLS = ("ConcatBitcast", "PrepareAsyncCallStart", "PrepareAsyncCallDone", "Sharding", "AllocateBuffer")
+_ZERO_TIME_CALLS = (
+    "ConcatBitcast",
+    "PrepareAsyncCallStart",
+    "PrepareAsyncCallDone",
+    "Sharding",
+    "AllocateBuffer",
+)
 """Targets of custom calls that take the core no time."""
 
 
@@ -102,7 +108,7 @@ def overlap(
             f"overlap: module {module.name} is not scheduled, so the order of its lines says nothing; pass what "
             "jax.jit(f).lower(...).compile() returns, not the text of a pass before scheduling"
         )
-    reader = _Reader(
+    simulator = _Simulator(
         module,
         rates or Rates(),
         re.compile("|".join(forward) or "(?!)"),
@@ -110,7 +116,7 @@ def overlap(
         re.compile("|".join(matmul_calls) or "(?!)", re.IGNORECASE),
         dict(trips or {}),
     )
-    walks = {name: reader.walk(name) for name in module.executed}
+    walks = {name: simulator.walk(name) for name in module.executed}
     exposures = sorted((e for walk in walks.values() for e in walk.exposures), key=lambda e: -e.lost)
     return OverlapReport(
         module=module.name,
@@ -130,7 +136,7 @@ class _Walk(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Reader:
+class _Simulator:
     """The options of a simulation, and the finished walks by computation, which the callers of these need."""
 
     module: Module
@@ -152,29 +158,29 @@ class _Reader:
         starts, dones = {p.start: p for p in pairs}, {p.done: p for p in pairs}
         communicates = starts.keys() | dones.keys() | {computation.position[p.issued.name] for p in pairs}
         works = [None if k in communicates else self.work(computation, i) for k, i in enumerate(computation)]
-        line = _Line()
+        timeline = _Timeline()
         for k, (instruction, work) in enumerate(zip(computation, works, strict=True)):
             if k in starts:
-                line.issue(starts[k], self.duration(starts[k]), self.direction(starts[k].issued))
+                timeline.issue(starts[k], self.duration(starts[k]), self.direction(starts[k].issued))
             if k in dones:
-                line.wait(dones[k])
+                timeline.wait(dones[k])
             if work is not None:
-                line.run(work, instruction.op_name)
-        found = tuple(self._collective(computation, pair, works, line) for pair in pairs)
+                timeline.run(work, instruction.op_name)
+        found = tuple(self._collective(computation, pair, works, timeline) for pair in pairs)
         unpriced = tuple(
             i.name
             for i, work in zip(computation, works, strict=True)
-            if work is not None and work.cycles is None and i.nbytes >= _NOTABLE
+            if work is not None and work.cycles is None and i.nbytes >= _MIN_UNPRICED_BYTES
         )
         context, dependence = self.module.executed[computation.name], Dependence(computation)
-        least = self._least(dependence, pairs, works, line)
-        time = ComputationTime(computation.name, context, line.clock, line.waited, unpriced, least)
+        least = self._least(dependence, pairs, works, timeline)
+        time = ComputationTime(computation.name, context, timeline.clock, timeline.waited, unpriced, least)
         exposures = tuple(
-            explain(dependence, works, pair, c, line.flights[c.name].queued, self.times[computation.name])
+            explain(dependence, works, pair, c, timeline.flights[c.name].queued, self.times[computation.name])
             for pair, c in zip(pairs, found, strict=True)
             if c.exposed
         )
-        events = sorted(line.events, key=lambda event: (event.start, event.end))
+        events = sorted(timeline.events, key=lambda event: (event.start, event.end))
         return _Walk(time, found, tuple(events), exposures)
 
     @functools.cached_property
@@ -186,7 +192,7 @@ class _Reader:
         return found
 
     def _least(
-        self, dependence: Dependence, pairs: list[Pair], works: list[Work | None], line: "_Line"
+        self, dependence: Dependence, pairs: list[Pair], works: list[Work | None], timeline: "_Timeline"
     ) -> float:
         """Return ``ComputationTime.least``; collectives of unknown duration take no time."""
         cycles = [0.0 if work is None else work.cycles or 0.0 for work in works]
@@ -195,7 +201,7 @@ class _Reader:
         flights = {}
         for pair in pairs:
             name = pair.issued.name
-            start, duration = dependence.computation.position[name], line.flights[name].duration or 0.0
+            start, duration = dependence.computation.position[name], timeline.flights[name].duration or 0.0
             kinds[pair.kind] += duration
             if pair.form == "sync":
                 cycles[start] += duration
@@ -204,10 +210,10 @@ class _Reader:
         return max(dependence.longest(cycles, flights), work, *kinds.values())
 
     def _collective(
-        self, computation: Computation, pair: Pair, works: list[Work | None], line: "_Line"
+        self, computation: Computation, pair: Pair, works: list[Work | None], timeline: "_Timeline"
     ) -> Collective:
         between = tuple(work for work in works[pair.start + 1 : pair.done] if work is not None)
-        flight = line.flights[pair.issued.name]
+        flight = timeline.flights[pair.issued.name]
         return Collective(
             pair.kind,
             pair.form,
@@ -220,7 +226,7 @@ class _Reader:
             pair.group_size,
             between,
             flight.duration,
-            line.exposed(flight),
+            timeline.exposed(flight),
             flight.waits,
         )
 
@@ -231,7 +237,7 @@ class _Reader:
 
     def work(self, computation: Computation, instruction: Instruction) -> Work | None:
         """Return the work of an instruction for the core; None if it takes the core no time."""
-        if instruction.opcode in _FREE or instruction.target in _FREE_CALLS:
+        if instruction.opcode in _ZERO_TIME_OPCODES or instruction.target in _ZERO_TIME_CALLS:
             return None
         if instruction.opcode.endswith(("-start", "-update", "-done")):
             return None
@@ -297,13 +303,13 @@ class _Flight:
     waits: float | None = None
 
 
-class _Line:
+class _Timeline:
     """The clock and the events of a simulated schedule."""
 
     def __init__(self) -> None:
         self.clock = 0.0
         self.waited = 0.0
-        self.stretches: list[
+        self.work_spans: list[
             tuple[float, float, float]
         ] = []  # Work in order: its start, its end, and the share of waits in its time.
         self.free: dict[str, float] = {}  # The cycle at which the last collective of each kind ends.
@@ -335,7 +341,7 @@ class _Line:
             end = self.clock + work.cycles
             about = work.name, work.opcode, work.direction, "compute", op_name, work.matmuls
             self.events.append(Event(self.clock, end, *about))
-            self.stretches.append((self.clock, end, work.waits / work.cycles))
+            self.work_spans.append((self.clock, end, work.waits / work.cycles))
             self.waited += work.waits
             self.clock = end
 
@@ -344,8 +350,8 @@ class _Line:
         if flight.duration is None or flight.waits is None:
             return None
         at, end, exposed = flight.begin, flight.begin + flight.duration, 0.0
-        first = bisect.bisect_right(self.stretches, at, key=lambda stretch: stretch[0]) - 1
-        for start, stop, waiting in self.stretches[max(0, first) :]:
+        first = bisect.bisect_right(self.work_spans, at, key=lambda span: span[0]) - 1
+        for start, stop, waiting in self.work_spans[max(0, first) :]:
             if start >= end:
                 break
             exposed += max(0.0, start - at) + waiting * max(0.0, min(stop, end) - max(start, at))

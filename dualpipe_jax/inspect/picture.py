@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dualpipe_jax.inspect.cycles import Event, sum_up
-from dualpipe_jax.inspect.lanes import DIRECTION_NAMES, Names, Stretch, part, rows, stretches
+from dualpipe_jax.inspect.lanes import DIRECTION_NAMES, Names, Segment, exchange_name, rows, segments
 from dualpipe_jax.inspect.report import OverlapReport
 from dualpipe_jax.present.figure import FAINT, GREEN, INK, ORANGE, POINTS, new_figure, save
 from dualpipe_jax.present.numbers import percent, scale
@@ -20,8 +20,8 @@ COLOURS = {"forward": ORANGE[0], "backward": GREEN[0], "unknown": "#d3d3da"}
 _RED = "#c8102e"
 _WIDTH, _LEFT, _RIGHT, _HEAD, _FOOT = 10.0, 1.3, 0.2, 0.82, 0.82  # inches
 _TALL, _ROW, _GAP = 0.62, 0.42, 0.1
-_LEAST = 1 / 400
-"""The least share of the timeline that a stretch must have to be drawn apart from its neighbours."""
+_MIN_SEGMENT_SHARE = 1 / 400
+"""The least share of the timeline that a segment must have to be drawn apart from its neighbours."""
 
 
 def plot(
@@ -76,7 +76,7 @@ def plot(
     length = report.computations[computation].cycles or 1.0
     letter, unit = scale(length)
     page = _Page(axes, unit, across * POINTS / length)
-    _draw_work(page, stretches(lanes.pop("compute")[0], _LEAST * length))
+    _draw_work(page, segments(lanes.pop("compute")[0], _MIN_SEGMENT_SHARE * length))
     hidden = {c.name: percent(c.hidden) for c in report.inside(computation)}
     ticks = {_TALL / 2: "computation"}
     top = _TALL + _GAP
@@ -86,8 +86,8 @@ def plot(
             _draw_collectives(page, row, top, hidden, names)
             top += _ROW + _GAP
     axes.set_yticks(list(ticks), list(ticks.values()))
-    _tidy(axes, inner, length / unit, f"{letter}cycles, modelled")
-    _write_head(figure, title or computation, *_facts(report, computation, clock))
+    _style_axes(axes, inner, length / unit, f"{letter}cycles, modelled")
+    _write_head(figure, title or computation, *_summary(report, computation, clock))
     _add_legend(figure, events, names)
     return save(figure, path)
 
@@ -100,18 +100,18 @@ class _Page(NamedTuple):
     points: float
 
 
-def _draw_work(page: _Page, work: Sequence[Stretch]) -> None:
+def _draw_work(page: _Page, work: Sequence[Segment]) -> None:
     for what in (*COLOURS, "wait"):
-        own = [stretch for stretch in work if stretch.what == what]
+        own = [segment for segment in work if segment.label == what]
         style: dict[str, Any] = {"facecolors": COLOURS.get(what, "white"), "linewidths": 0}
         if what == "wait":
             style |= {"edgecolors": _RED, "linewidths": 0.8, "hatch": "//////", "zorder": 3}
         if own:
             spans = [(s.start / page.unit, (s.end - s.start) / page.unit) for s in own]
             page.axes.broken_barh(spans, (0, _TALL), gid=f"work {what}", **style)
-        for stretch in own if what == "wait" else ():
-            length = f"{(stretch.end - stretch.start) / page.unit:.2f}"
-            _write(page, stretch, _TALL / 2, (f"waits {length}", length), size=7.0, color=_RED)
+        for segment in own if what == "wait" else ():
+            length = f"{(segment.end - segment.start) / page.unit:.2f}"
+            _write_label(page, segment, _TALL / 2, (f"waits {length}", length), size=7.0, color=_RED)
 
 
 def _draw_collectives(
@@ -122,13 +122,13 @@ def _draw_collectives(
         style: dict[str, Any] = {"facecolors": COLOURS[event.direction], "edgecolors": INK, "linewidths": 0.6}
         page.axes.broken_barh([span], (top, _ROW), gid=f"{event.kind} {event.name}", **style)
         _, direction = names.get(event.direction, ("", ""))
-        name = f"{part(event)} {direction}".strip()
+        name = f"{exchange_name(event)} {direction}".strip()
         texts = f"{name or event.kind}, {hidden[event.name]} hidden", name, direction
-        _write(page, event, top + _ROW / 2, texts, size=8.0, color=INK)
+        _write_label(page, event, top + _ROW / 2, texts, size=8.0, color=INK)
 
 
-def _write(
-    page: _Page, where: Event | Stretch, middle: float, texts: Iterable[str], size: float, color: str
+def _write_label(
+    page: _Page, where: Event | Segment, middle: float, texts: Iterable[str], size: float, color: str
 ) -> None:
     """Write the first of the texts for which there is room, or none."""
     room = (where.end - where.start) * page.points
@@ -147,7 +147,7 @@ def _write(
     )
 
 
-def _tidy(axes: "Axes", height: float, length: float, label: str) -> None:
+def _style_axes(axes: "Axes", height: float, length: float, label: str) -> None:
     axes.set_xlim(0, length)
     axes.set_ylim(height, 0)
     axes.set_xlabel(label, size=8.5, color=INK)
@@ -157,7 +157,7 @@ def _tidy(axes: "Axes", height: float, length: float, label: str) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _facts(report: OverlapReport, computation: str, clock: float | None) -> tuple[str, str]:
+def _summary(report: OverlapReport, computation: str, clock: float | None) -> tuple[str, str]:
     """Return two lines of text: hidden shares by kind with the relative time, and the total cycles.
 
     The relative time is the time divided by the larger of computation and communication.

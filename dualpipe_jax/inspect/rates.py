@@ -246,11 +246,11 @@ class Rates:
         moved = traffic(module, within, instruction)
         busy = moved / self.memory
         if arithmetic:
-            beside = moved / self.operands if self.operands else 0.0
-            busy = max(busy, arithmetic / self._reached(instruction, arithmetic) + beside)
+            operand_cycles = moved / self.operands if self.operands else 0.0
+            busy = max(busy, arithmetic / self._flops_rate(instruction, arithmetic) + operand_cycles)
         return busy + self.launch if busy else 0.0
 
-    def _reached(self, instruction: Instruction, arithmetic: int) -> float:
+    def _flops_rate(self, instruction: Instruction, arithmetic: int) -> float:
         """Return the multiplications and additions per cycle of a matrix product or kernel."""
         assert self.flops is not None
         target = instruction.target if instruction.opcode == "custom-call" else ""

@@ -11,7 +11,7 @@ from dualpipe_jax.inspect.scheduler import SchedulerStatistics
 from dualpipe_jax.present.numbers import format_bytes, format_cycles, percent
 from dualpipe_jax.present.table import Table
 
-_SHORT = {"forward": "F", "backward": "B", "unknown": "?"}
+_DIRECTION_LETTERS = {"forward": "F", "backward": "B", "unknown": "?"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ def _collectives_table(collectives: Sequence[Collective]) -> Table:
         (
             c.name,
             c.form,
-            _SHORT[c.direction],
+            _DIRECTION_LETTERS[c.direction],
             format_bytes(c.payload),
             format_cycles(c.duration),
             format_cycles(c.cycles_between),
@@ -128,8 +128,8 @@ def _collectives_table(collectives: Sequence[Collective]) -> Table:
         )
         for c in collectives
     )
-    at_once = [at for at, c in enumerate(collectives) if c.form == "sync"]
-    return _table(head, rows, left=(0, 1, 2, 8), bad=at_once)
+    synchronous = [at for at, c in enumerate(collectives) if c.form == "sync"]
+    return _table(head, rows, left=(0, 1, 2, 8), bad=synchronous)
 
 
 def _totals_table(totals: Sequence[Total]) -> Table:

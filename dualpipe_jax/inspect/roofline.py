@@ -28,9 +28,9 @@ def flops(module: Module, computation: Computation, instruction: Instruction) ->
     if stated := _ESTIMATE.search(instruction.config):
         return int(stated[1])
     if "cudnn$fmha" in instruction.target:
-        return _attention(computation, instruction)
+        return _attention_flops(computation, instruction)
     if instruction.target.startswith(("mosaic_gpu", "__gpu$xla.gpu.triton")):
-        return _grouped(computation, instruction)
+        return _grouped_flops(computation, instruction)
     if instruction.opcode == "dot" or "lhs_contracting_dim" in instruction.config:
         left = computation.by_name.get(instruction.operands[0]) if instruction.operands else None
         contracted = _CONTRACTED.search(instruction.attributes)
@@ -39,7 +39,7 @@ def flops(module: Module, computation: Computation, instruction: Instruction) ->
         sizes = [left.arrays[0].dims[int(d)] for d in re.findall(r"\d+", contracted[1])]
         return 2 * math.prod(instruction.arrays[0].dims) * math.prod(sizes)
     if instruction.opcode == "convolution":
-        return _convolved(computation, instruction)
+        return _convolution_flops(computation, instruction)
     if instruction.opcode == "fusion":
         called = [
             module.computations[name] for name in instruction.called("calls") if name in module.computations
@@ -48,7 +48,7 @@ def flops(module: Module, computation: Computation, instruction: Instruction) ->
     return 0
 
 
-def _convolved(computation: Computation, instruction: Instruction) -> int:
+def _convolution_flops(computation: Computation, instruction: Instruction) -> int:
     """Return the operations of a convolution, without those that padding or dilation multiply by zero."""
     labels = _LABELS.search(instruction.attributes)
     found = computation.operands(instruction)[:2]
@@ -62,11 +62,11 @@ def _convolved(computation: Computation, instruction: Instruction) -> int:
     window = _WINDOW.search(instruction.attributes)
     fields = dict(part.split("=") for part in window[1].split()) if window else {}
     for dim in filter(str.isdigit, of_left):
-        products *= _positions(of_left[dim], of_kernel[dim], made[dim], int(dim), fields)
+        products *= _num_window_hits(of_left[dim], of_kernel[dim], made[dim], int(dim), fields)
     return 2 * products
 
 
-def _positions(size: int, window: int, made: int, dim: int, fields: Mapping[str, str]) -> int:
+def _num_window_hits(size: int, window: int, made: int, dim: int, fields: Mapping[str, str]) -> int:
     """Return the number of pairs of an output and a window position, along one dim, that read an input element."""
 
     def of(name: str, default: str) -> str:
@@ -78,7 +78,7 @@ def _positions(size: int, window: int, made: int, dim: int, fields: Mapping[str,
     return int(((places >= 0) & (places <= (size - 1) * spread) & (places % spread == 0)).sum())
 
 
-def _attention(computation: Computation, instruction: Instruction) -> int:
+def _attention_flops(computation: Computation, instruction: Instruction) -> int:
     """Return the operations of cuDNN's attention.
 
     Its first operands are q [B, Q, H, X], k [B, K, H, X] and v [B, K, H, V]. A forward has two matrix products, a
@@ -94,7 +94,7 @@ def _attention(computation: Computation, instruction: Instruction) -> int:
     return multiplied // 2 if _CAUSAL.search(instruction.config) else multiplied
 
 
-def _grouped(computation: Computation, instruction: Instruction) -> int:
+def _grouped_flops(computation: Computation, instruction: Instruction) -> int:
     """Return the operations of a grouped product; 0 if its shapes are not one of the two known forms.
 
     These are rows [R, D] by matrices [G, ...] to [R, F], and rows [R, D] by rows [R, F] to [G, D, F], which may be
@@ -120,9 +120,9 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
     if stated := _ESTIMATE.search(instruction.config):
         return int(stated[2])
     if instruction.opcode == "fusion" and (called := instruction.called("calls")):
-        read = sum(_reads(module.computations[called[0]]))
+        read = sum(_fusion_reads(module.computations[called[0]]))
     else:
-        read = sum(_read(computation, instruction, name) for name in instruction.operands)
+        read = sum(_operand_bytes(computation, instruction, name) for name in instruction.operands)
     return read + written(module, computation, instruction)
 
 
@@ -133,19 +133,19 @@ def written(module: Module, computation: Computation, instruction: Instruction) 
     """
     if instruction.opcode == "fusion" and (called := instruction.called("calls")):
         inner = module.computations[called[0]]
-        return sum(_writes(inner, inner.root))
+        return sum(_result_bytes(inner, inner.root))
     if instruction.target.startswith(_LIBRARIES):
         first, *others = instruction.arrays
         return first.nbytes + sum(made.nbytes for made in others if made.dtype not in ("s8", "u8"))
-    return sum(_writes(computation, instruction))
+    return sum(_result_bytes(computation, instruction))
 
 
-def _reads(inner: Computation) -> Iterator[int]:
+def _fusion_reads(inner: Computation) -> Iterator[int]:
     """Yield the bytes that a fusion reads of each of its parameters."""
     for parameter in inner:
         if parameter.opcode == "parameter":
             uses = list(_uses(inner, parameter.name))
-            yield min(parameter.nbytes, sum(_read(inner, use, name) for use, name in uses))
+            yield min(parameter.nbytes, sum(_operand_bytes(inner, use, name) for use, name in uses))
 
 
 def _uses(inner: Computation, name: str) -> Iterator[tuple[Instruction, str]]:
@@ -158,7 +158,7 @@ def _uses(inner: Computation, name: str) -> Iterator[tuple[Instruction, str]]:
                 yield instruction, name
 
 
-def _read(computation: Computation, instruction: Instruction, name: str) -> int:
+def _operand_bytes(computation: Computation, instruction: Instruction, name: str) -> int:
     """Return the bytes that an instruction reads of one of its operands."""
     operand = computation.by_name.get(name)
     if operand is None:
@@ -171,7 +171,7 @@ def _read(computation: Computation, instruction: Instruction, name: str) -> int:
     return operand.nbytes
 
 
-def _writes(computation: Computation, made: Instruction | None) -> Iterator[int]:
+def _result_bytes(computation: Computation, made: Instruction | None) -> Iterator[int]:
     """Yield the written bytes of each result; for an update in place, those of the update."""
     while made is not None and made.opcode in _SEEN_THROUGH:
         made = computation.by_name.get(made.operands[0])
@@ -179,7 +179,7 @@ def _writes(computation: Computation, made: Instruction | None) -> Iterator[int]
         return
     if made.opcode == "tuple":
         for name in made.operands:
-            yield from _writes(computation, computation.by_name.get(name))
+            yield from _result_bytes(computation, computation.by_name.get(name))
     elif made.opcode == "dynamic-update-slice":
         update = computation.by_name.get(made.operands[1])
         yield update.nbytes if update is not None else made.nbytes

@@ -27,7 +27,7 @@ _FIELD = re.compile(
 
 
 @dataclasses.dataclass(frozen=True)
-class Waste:
+class WaitStatistics:
     """One computation's statistics, before or after scheduling.
 
     Attributes:
@@ -58,8 +58,8 @@ class SchedulerStatistics:
 
     module: str
     computation: str
-    before: Waste
-    after: Waste
+    before: WaitStatistics
+    after: WaitStatistics
 
 
 def parse_statistics(text: str) -> tuple[SchedulerStatistics, ...]:
@@ -80,14 +80,16 @@ def parse_statistics(text: str) -> tuple[SchedulerStatistics, ...]:
         elif key[1] and (match := _FIELD.search(line)):
             found[key][phase][match[1]] = float(match[2])
     return tuple(
-        SchedulerStatistics(module, computation, _waste(phases["before"]), _waste(phases["after"]))
+        SchedulerStatistics(
+            module, computation, _wait_statistics(phases["before"]), _wait_statistics(phases["after"])
+        )
         for (module, computation), phases in found.items()
         if {"before", "after"} <= phases.keys()
     )
 
 
-def _waste(fields: Mapping[str, float]) -> Waste:
+def _wait_statistics(fields: Mapping[str, float]) -> WaitStatistics:
     prefix = "Wasted cycles for "
     wasted = {name.removeprefix(prefix): n for name, n in fields.items() if name.startswith(prefix) and n}
     peak = int(fields.get("Memory pressure peak (bytes)", 0))
-    return Waste(fields.get("Total cycles", 0.0), wasted, peak)
+    return WaitStatistics(fields.get("Total cycles", 0.0), wasted, peak)

@@ -77,7 +77,7 @@ _TPU_DIMS = {"v4": (2, 3), "v5e": (2,), "v5p": (2, 3), "v6e": (2,), "tpu7x": (2,
 _DIMS = {**_TPU_DIMS, **dict.fromkeys(GPUS, (2,)), "cpu": (1,)}
 _DEVICES_PER_CHIP = {"v4": 2, "tpu7x": 2}
 _EXAMPLES = "v5e:4x4, v5p:4x4x4, tpu7x:4x4x4, h100:8x8 (nodes x GPUs of a node), gb200:2x72, or cpu:8"
-_PATIENCE = (
+_CPU_TIMEOUT_FLAGS = (
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds=300",
     "--xla_cpu_collective_call_terminate_timeout_seconds=600",
 )
@@ -178,7 +178,7 @@ class Target:
         """The variables that must be in the environment before JAX is imported."""
         if self.platform == "cpu":
             count = f"--xla_force_host_platform_device_count={self.num_devices}"
-            flags = f"{os.environ.get('XLA_FLAGS', '')} {' '.join((count, *_PATIENCE))}"
+            flags = f"{os.environ.get('XLA_FLAGS', '')} {' '.join((count, *_CPU_TIMEOUT_FLAGS))}"
             return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
         return TPU_ENVIRONMENT if self.platform == "tpu" else {"JAX_PLATFORMS": "cpu"}
 
@@ -189,9 +189,9 @@ class Target:
           MissingCompiler: if it is not installed.
         """
         if self.platform == "tpu" and not _is_installed("libtpu"):
-            raise MissingCompiler(_missing(self, "libtpu", "jax[tpu]", "tpu"))
+            raise MissingCompiler(_install_message(self, "libtpu", "jax[tpu]", "tpu"))
         if self.platform == "cuda" and not any(_is_installed(f"jax_plugins.{name}") for name in _CUDA):
-            raise MissingCompiler(_missing(self, "JAX's CUDA plugin", "jax[cuda13]", "cuda"))
+            raise MissingCompiler(_install_message(self, "JAX's CUDA plugin", "jax[cuda13]", "cuda"))
 
     def devices(self) -> list[Any]:
         """Return the target's devices. Programs can be compiled for these, but only CPU devices can hold arrays.
@@ -209,7 +209,7 @@ class Target:
         if self.platform == "cpu":
             import jax
 
-            return _enough(self, jax.devices("cpu"))
+            return _first_devices(self, jax.devices("cpu"))
         from jax.errors import JaxRuntimeError
         from jax.experimental import topologies
 
@@ -226,7 +226,7 @@ class Target:
             raise ValueError(f"target {self}: {str(error).splitlines()[0]}") from None
 
 
-def _enough(target: Target, devices: list[Any]) -> list[Any]:
+def _first_devices(target: Target, devices: list[Any]) -> list[Any]:
     """Return as many of the devices as the target has. Raises ValueError if JAX was loaded with fewer."""
     if len(devices) < target.num_devices:
         flags = target.environment["XLA_FLAGS"]
@@ -243,7 +243,7 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _missing(target: Target, what: str, package: str, extra: str) -> str:
+def _install_message(target: Target, what: str, package: str, extra: str) -> str:
     return (
         f"target {target}: to compile for it {what} is needed, which is not installed; it needs no device:\n"
         f"  {install_command(package, extra=extra)}"

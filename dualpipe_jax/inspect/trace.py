@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from dualpipe_jax.inspect.cycles import Collective, Event
-from dualpipe_jax.inspect.lanes import DIRECTION_NAMES, Names, part, rows, stretches
+from dualpipe_jax.inspect.lanes import DIRECTION_NAMES, Names, exchange_name, rows, segments
 from dualpipe_jax.inspect.report import OverlapReport
 
 _Slice = dict[str, Any]
@@ -28,7 +28,7 @@ def to_chrome_trace(
 ) -> dict[str, Any]:
     """Return one computation's timeline in the Chrome trace event format, to be written with ``json.dump``.
 
-    The row "computation" has a slice for each stretch of one direction (forward, backward, neither) or wait, and
+    The row "computation" has a slice for each segment of one direction (forward, backward, neither) or wait, and
     in it a slice for each instruction. Every kind of collective has a row of its own, and more than one only if
     durations are unknown. The arguments of a slice are its op_name, opcode, cycles and matrix products; a
     collective also has its payload in bytes, its exposed cycles, and the matrix products between its start and its
@@ -65,8 +65,8 @@ def to_chrome_trace(
 
     named = {c.name: c for c in report.inside(computation)}
     lanes = rows(report.timeline(computation))
-    called = {what: long for what, (long, _) in names.items()} | {"unknown": "neither"}
-    drawn = list(_computation(lanes["compute"][0], time, called))
+    direction_names = {what: long for what, (long, _) in names.items()} | {"unknown": "neither"}
+    slices = list(_compute_slices(lanes["compute"][0], time, direction_names))
     labels = [_label("process_name", 0, name=f"{report.module}: {computation}")]
     labels += [*_row_labels(_FIRST_ROW, "computation")]
     row = _FIRST_ROW
@@ -74,15 +74,15 @@ def to_chrome_trace(
         for number, events in enumerate(lane if kind != "compute" else ()):
             row += 1
             labels += _row_labels(row, f"{kind} ({number + 1})" if number else kind)
-            drawn += [
-                _slice(row, e, _short(e, called), _about_collective(e, named[e.name]), time, called)
-                for e in events
-            ]
-    drawn.sort(key=lambda event: event["ts"])  # Stable: a stretch stays before its first instruction.
+            for event in events:
+                label = _collective_label(event, direction_names)
+                args = _collective_args(event, named[event.name])
+                slices.append(_slice(row, event, label, args, time, direction_names))
+    slices.sort(key=lambda event: event["ts"])  # Stable: a segment stays before its first instruction.
     unit = {"hertz": clock} if clock else {"one microsecond is": "one cycle"}
     spent = report.computations[computation]
     return {
-        "traceEvents": [*labels, *drawn],
+        "traceEvents": [*labels, *slices],
         "displayTimeUnit": "ns",
         "otherData": {
             "module": report.module,
@@ -94,21 +94,26 @@ def to_chrome_trace(
     }
 
 
-def _computation(work: list[Event], time: _Time, called: Mapping[str, str]) -> Iterator[_Slice]:
-    for stretch in stretches(work):
-        span = stretch.events[0]._replace(kind=stretch.what, end=stretch.end)
-        name = called.get(stretch.what, stretch.what)
-        about = {"cycles": span.end - span.start, "instructions": len(stretch.events)}
-        if stretch.what == "wait":
-            yield _slice(_FIRST_ROW, span, name, {"for": span.name} | about, time, called)
+def _compute_slices(work: list[Event], time: _Time, direction_names: Mapping[str, str]) -> Iterator[_Slice]:
+    for segment in segments(work):
+        span = segment.events[0]._replace(kind=segment.label, end=segment.end)
+        name = direction_names.get(segment.label, segment.label)
+        about = {"cycles": span.end - span.start, "instructions": len(segment.events)}
+        if segment.label == "wait":
+            yield _slice(_FIRST_ROW, span, name, {"for": span.name} | about, time, direction_names)
             continue
-        yield _slice(_FIRST_ROW, span, name, about, time, called)
-        for event in stretch.events:
-            yield _slice(_FIRST_ROW, event, event.name, _about(event), time, called)
+        yield _slice(_FIRST_ROW, span, name, about, time, direction_names)
+        for event in segment.events:
+            yield _slice(_FIRST_ROW, event, event.name, _event_args(event), time, direction_names)
 
 
 def _slice(
-    row: int, event: Event, name: str, args: Mapping[str, Any], time: _Time, called: Mapping[str, str]
+    row: int,
+    event: Event,
+    name: str,
+    args: Mapping[str, Any],
+    time: _Time,
+    direction_names: Mapping[str, str],
 ) -> _Slice:
     what = event.kind if event.kind == "wait" else event.direction
     return {
@@ -116,7 +121,7 @@ def _slice(
         "pid": _PROCESS,
         "tid": row,
         "name": name,
-        "cat": called.get(what, what),
+        "cat": direction_names.get(what, what),
         "cname": _COLOURS[what],
         "ts": time(event.start),
         "dur": time(event.end) - time(event.start),
@@ -124,7 +129,7 @@ def _slice(
     }
 
 
-def _about(event: Event) -> dict[str, Any]:
+def _event_args(event: Event) -> dict[str, Any]:
     return {
         "op_name": event.op_name,
         "opcode": event.kind,
@@ -134,8 +139,8 @@ def _about(event: Event) -> dict[str, Any]:
     }
 
 
-def _about_collective(event: Event, collective: Collective) -> dict[str, Any]:
-    return _about(event) | {
+def _collective_args(event: Event, collective: Collective) -> dict[str, Any]:
+    return _event_args(event) | {
         "name": collective.name,
         "form": collective.form,
         "cycles": collective.duration,
@@ -149,9 +154,9 @@ def _about_collective(event: Event, collective: Collective) -> dict[str, Any]:
     }
 
 
-def _short(event: Event, called: Mapping[str, str]) -> str:
-    direction = called[event.direction] if event.direction != "unknown" else ""
-    return f"{part(event) or event.kind} {direction}".rstrip()
+def _collective_label(event: Event, direction_names: Mapping[str, str]) -> str:
+    direction = direction_names[event.direction] if event.direction != "unknown" else ""
+    return f"{exchange_name(event) or event.kind} {direction}".rstrip()
 
 
 def _row_labels(row: int, name: str) -> Iterator[_Slice]:

@@ -11,7 +11,7 @@ from jax.errors import JaxRuntimeError
 
 from dualpipe_jax import inspect
 from dualpipe_jax.engine.guard import usual_divergence
-from dualpipe_jax.inspect.compiler import CUBLAS, NO_TILES
+from dualpipe_jax.inspect.compiler import CUBLAS, NO_TILES_MESSAGE
 from dualpipe_jax.inspect.dump import find_program
 from dualpipe_jax.inspect.lanes import DIRECTION_NAMES, Names
 from dualpipe_jax.inspect.measured import measured_rates, read_rates
@@ -276,7 +276,7 @@ def compile_with(
     try:
         return lowered.compile(options), options
     except JaxRuntimeError as error:
-        if NO_TILES not in str(error) or CUBLAS.keys() <= options.keys():
+        if NO_TILES_MESSAGE not in str(error) or CUBLAS.keys() <= options.keys():
             raise
     say("compiling again: XLA finds no tiles for one of its products, so all are cuBLAS'")
     options = options | CUBLAS

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dualpipe_jax.inspect import gpu_rates, read
-from dualpipe_jax.inspect.collectives import _GROUPS, _of_mesh, collectives
+from dualpipe_jax.inspect.collectives import _GROUPS, _mesh_groups, collectives
 from dualpipe_jax.inspect.fabric import Nodes, Torus
 from dualpipe_jax.inspect.rates import Rates
 from dualpipe_jax.inspect.target import Target
@@ -178,5 +178,5 @@ def test_groups_by_axes_of_a_mesh():
         ("'x'=8", "'x':(1)4", halves.T),
         ("'x'=8", "'x':(4)2", halves),
     ):
-        assert _of_mesh(mesh, axes) == tuple(map(tuple, wanted.tolist())), axes
+        assert _mesh_groups(mesh, axes) == tuple(map(tuple, wanted.tolist())), axes
     assert math.prod(map(int, _GROUPS.search("replica_groups=[8,3]<=[2,3,4]T(0,2,1)").groups()[:2])) == 24

@@ -6,7 +6,7 @@ import pytest
 
 from dualpipe_jax.inspect import overlap
 from dualpipe_jax.inspect.cycles import Event
-from dualpipe_jax.inspect.lanes import part, rows, stretches
+from dualpipe_jax.inspect.lanes import exchange_name, rows, segments
 from dualpipe_jax.inspect.rates import Rates
 from tests.inspect.by_hand import done, module, start, work
 
@@ -35,10 +35,10 @@ def laid(text):
         ("F20 w1 B2 w3 w4 F2", 10, ["forward 20", "wait 1", "backward 2", "wait 7", "forward 2"]),
     ],
 )
-def test_stretches(text, least, wanted):
+def test_segments(text, least, wanted):
     events = laid(text)
-    found = stretches(events, least)
-    assert [f"{s.what} {s.end - s.start:g}" for s in found] == wanted
+    found = segments(events, least)
+    assert [f"{s.label} {s.end - s.start:g}" for s in found] == wanted
     assert [e for s in found for e in s.events] == events
 
 
@@ -63,4 +63,6 @@ def test_a_named_scope_says_which_exchange_it_is():
         "": "",
     }
     for op_name, wanted in exchanges.items():
-        assert part(Event(0, 1, "a", "all-to-all", "forward", "all-to-all", op_name)) == wanted, op_name
+        assert exchange_name(Event(0, 1, "a", "all-to-all", "forward", "all-to-all", op_name)) == wanted, (
+            op_name
+        )

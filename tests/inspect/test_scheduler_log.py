@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from dualpipe_jax.inspect.scheduler import SchedulerStatistics, Waste, parse_statistics
+from dualpipe_jax.inspect.scheduler import SchedulerStatistics, WaitStatistics, parse_statistics
 
 LOG = (Path(__file__).parent / "texts/v5e_pair.log").read_text()
 
@@ -14,8 +14,10 @@ def test_statistics_before_and_after():
         SchedulerStatistics(
             module="jit_on_device",
             computation="main.0_spmd",
-            before=Waste(6646800.0, {"collective-permute": 269729.0, "all-to-all": 1618380.0}, 92274688),
-            after=Waste(5247750.0, {"all-to-all": 489058.0}, 100663808),
+            before=WaitStatistics(
+                6646800.0, {"collective-permute": 269729.0, "all-to-all": 1618380.0}, 92274688
+            ),
+            after=WaitStatistics(5247750.0, {"all-to-all": 489058.0}, 100663808),
         ),
     )
 
