@@ -17,7 +17,7 @@ from dualpipe_jax.pair.interleave import Pool
 from dualpipe_jax.parallel.expert_plan import DROPPED
 from dualpipe_jax.split import split_backward
 from dualpipe_jax.split.leaves import cut, is_floating
-from dualpipe_jax.split.marks import reveal
+from dualpipe_jax.split.marks import capture_marked
 from dualpipe_jax.split.plan import SplitPlan
 from dualpipe_jax.split.run import evaluate
 
@@ -60,20 +60,20 @@ def with_dropped_count(stage: Callable[..., Any], params: Tree, seen: Tree) -> C
 
     ``dropped`` is None if the stage dispatches no tokens to experts.
     """
-    revealed = reveal(stage, DROPPED, params, seen)
+    with_marked = capture_marked(stage, DROPPED, params, seen)
 
     def with_count(params: Tree, seen: Tree) -> Any:
-        if revealed is None:
+        if with_marked is None:
             made, metrics = stage(params, seen)
             return made, (metrics, None)
-        (made, metrics), marked = revealed(params, seen)
+        (made, metrics), marked = with_marked(params, seen)
         return made, (metrics, sum_marked(marked))
 
     return with_count
 
 
 def sum_marked(marked: Sequence[jax.Array]) -> jax.Array:
-    """The sum of all arrays that ``reveal`` found: int32 []."""
+    """The sum of all arrays that ``capture_marked`` found: int32 []."""
     return functools.reduce(jnp.add, [jnp.sum(counts, dtype=jnp.int32) for counts in marked])
 
 

@@ -26,7 +26,7 @@ from dualpipe_jax.engine.stages import is_listed
 from dualpipe_jax.engine.trees import as_metric, sum_dtype
 from dualpipe_jax.parallel.expert_plan import DROPPED
 from dualpipe_jax.parallel.mesh import AXES
-from dualpipe_jax.split.marks import reveal
+from dualpipe_jax.split.marks import capture_marked
 
 
 @typechecked
@@ -107,8 +107,8 @@ def _dropped(stage: StageFunction, *arguments: Any) -> jax.Array:
     It runs the stage once more, so that the gradients stay those of the plain function.
     """
     arguments = jax.tree.map(jax.lax.stop_gradient, arguments)
-    revealed = reveal(stage, DROPPED, *arguments)
-    return jnp.int32(0) if revealed is None else sum_marked(revealed(*arguments)[1])
+    with_marked = capture_marked(stage, DROPPED, *arguments)
+    return jnp.int32(0) if with_marked is None else sum_marked(with_marked(*arguments)[1])
 
 
 def _widened(params: Tree) -> Tree:

@@ -33,7 +33,7 @@ from dualpipe_jax.pair.phases import (
 )
 from dualpipe_jax.split.graph import Atom, Equation, Program, Value, values
 from dualpipe_jax.split.run import evaluate, run, values_of
-from dualpipe_jax.split.slices import renamed, substitute, swap
+from dualpipe_jax.split.slices import replace_atom, substitute, with_fresh_values
 
 
 def _identity(array: Array) -> Array:
@@ -103,7 +103,8 @@ def interleave(
       links: by mesh axis whose links are slower than others, the relative cost of a byte. A collective over
         such an axis gets more work to overlap with, in proportion.
     """
-    first, second = renamed(first), renamed(second)  # they may share values, as the backward recomputes some
+    # They may share values, as the backward recomputes some.
+    first, second = with_fresh_values(first), with_fresh_values(second)
     if passed:
         first = _with_atoms(first, {first.inputs[i]: second.outputs[k] for i, k in passed.items()})
     pair = _Pair(first, first_arguments, second, second_arguments, pools, finish or {})
@@ -303,7 +304,7 @@ class _Pair:
 def _with_atoms(program: Program, atoms: Mapping[Value, Atom]) -> Program:
     """The program with another program's atoms in place of some of its inputs."""
     equations = substitute(program.equations, dict(atoms))
-    outputs = tuple(swap(atom, atoms) for atom in program.outputs)
+    outputs = tuple(replace_atom(atom, atoms) for atom in program.outputs)
     return dataclasses.replace(program, equations=equations, outputs=outputs)
 
 

@@ -15,15 +15,15 @@ _EARLY, _LATE = "early", "late"
 
 
 @dataclass(frozen=True, eq=False)
-class Crossing:
+class Partition:
     """Two parts of a list of equations, and the values that cross between them.
 
     Attributes:
-      values: the values that the early part computes (or is given) and the late part reads.
+      crossing: the values that the early part computes (or is given) and the late part reads.
       early, late: the equations of each part.
     """
 
-    values: tuple[Value, ...]
+    crossing: tuple[Value, ...]
     early: tuple[Node, ...]
     late: tuple[Node, ...]
 
@@ -33,13 +33,13 @@ def nbytes(value: Value) -> int:
     return 0 if value.memory is not None else value.nbytes
 
 
-def stay(node: Node) -> bool:
+def never(node: Node) -> bool:
     """A predicate that is always False: no equation may move."""
     del node
     return False
 
 
-def choose_crossing(
+def partition_by_min_cut(
     early: Sequence[Node],
     late: Sequence[Node],
     wanted: Iterable[Atom],
@@ -47,9 +47,9 @@ def choose_crossing(
     free: Collection[Value],
     late_inputs: Collection[Value] = (),
     weight: Callable[[Value], int] = nbytes,
-    movable: Callable[[Node], bool] = stay,
+    movable: Callable[[Node], bool] = never,
     repeatable: Callable[[Node], bool] = is_view,
-) -> Crossing:
+) -> Partition:
     """Choose the values that cross from ``early`` to ``late`` at the least total weight.
 
     Args:
@@ -69,8 +69,8 @@ def choose_crossing(
     crossing = [v for v in _in_order(early, late, wanted) if (v, "made") in side and (v, "read") not in side]
     moved |= _makers(late, values(v for node in moved for v in node.inputs), have=())
     early = (*early, *(node for node in late if node in moved))
-    repeated, _ = prune(_repeat(early, kept, wanted, crossing), prune(kept, wanted)[1], keep=stay)
-    return Crossing(tuple(crossing), early, (*repeated, *kept))
+    repeated, _ = prune(_repeat(early, kept, wanted, crossing), prune(kept, wanted)[1], keep=never)
+    return Partition(tuple(crossing), early, (*repeated, *kept))
 
 
 def _in_order(early: Sequence[Node], late: Sequence[Node], wanted: Iterable[Value]) -> list[Value]:

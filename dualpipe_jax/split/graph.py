@@ -103,7 +103,7 @@ class Binding(NamedTuple):
     outer: Atom
 
 
-class Carry(NamedTuple):
+class ScanCarry(NamedTuple):
     """A carry of a scan: ``inner`` is ``start`` at first and ``update`` after each iteration; the result is ``end``."""
 
     inner: Value
@@ -112,7 +112,7 @@ class Carry(NamedTuple):
     end: Value
 
 
-class Stacked(NamedTuple):
+class ScanOutput(NamedTuple):
     """One of the ys of a scan: the ``inner`` of every iteration, stacked in ``outer``."""
 
     inner: Atom
@@ -122,9 +122,9 @@ class Stacked(NamedTuple):
 @dataclass(frozen=True, eq=False)
 class Scan:
     consts: tuple[Binding, ...]
-    carry: tuple[Carry, ...]
+    carry: tuple[ScanCarry, ...]
     xs: tuple[Binding, ...]
-    ys: tuple[Stacked, ...]
+    ys: tuple[ScanOutput, ...]
     equations: tuple["Node", ...]
     length: int
     reverse: bool
@@ -175,7 +175,7 @@ class Cond:
     def inputs(self) -> tuple[Atom, ...]:
         return (self.index, *self.operands)
 
-    def giving(self, places: Sequence[int]) -> "Cond":
+    def with_outputs(self, places: Sequence[int]) -> "Cond":
         """Return the same cond with only the outputs at these places."""
 
         def chosen(outputs: Sequence[Any]) -> tuple[Any, ...]:
@@ -184,7 +184,7 @@ class Cond:
         branches = tuple(replace(branch, outputs=chosen(branch.outputs)) for branch in self.branches)
         return replace(self, branches=branches, outputs=chosen(self.outputs))
 
-    def running(self, equations: Iterable[tuple["Node", ...]]) -> "Cond":
+    def with_equations(self, equations: Iterable[tuple["Node", ...]]) -> "Cond":
         """Return the same cond with these equations in its branches."""
         pairs = zip(self.branches, equations, strict=True)
         return replace(self, branches=tuple(replace(branch, equations=own) for branch, own in pairs))
@@ -258,7 +258,7 @@ def is_cheap(node: Node) -> bool:
     return all(is_cheap(inner) for body in bodies(node) for inner in body)
 
 
-def is_tied(node: Equation) -> bool:
+def must_be_early(node: Equation) -> bool:
     """Whether the equation must run in the input part: it communicates or has a side effect."""
     return node.communicates or node.effectful
 

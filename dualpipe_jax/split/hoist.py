@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.made_once import MADE_ONCE
-from dualpipe_jax.split.crossing import stay
+from dualpipe_jax.split.crossing import never
 from dualpipe_jax.split.graph import (
     Atom,
     Binding,
@@ -27,7 +27,7 @@ from dualpipe_jax.split.graph import (
     Node,
     Program,
     Scan,
-    Stacked,
+    ScanOutput,
     Value,
     count_flops,
     is_view,
@@ -191,7 +191,7 @@ def _divide(
             read.update(values(node.inputs))
     late, needed = prune([node for node in order if node not in out], wanted)
     crossing = [value for node in order if node in out for value in node.outputs if value in needed]
-    return prune(order, crossing, keep=stay)[0], late, crossing
+    return prune(order, crossing, keep=never)[0], late, crossing
 
 
 def _is_marked(node: Node) -> bool:
@@ -213,13 +213,13 @@ def _marked_in(nodes: Iterable[Node]) -> set[Value]:
 def _divide_inside(node: Node, known: Collection[Value]) -> tuple[list[Node], Node]:
     """Return the nodes taken out of a node's body, and the node that stays."""
     if isinstance(node, Scan):
-        once, scan = _invariant(node, known)
-        each, scan = _each_time(scan, derived(once, known))
+        once, scan = _hoist_invariant(node, known)
+        each, scan = _hoist_per_iteration(scan, derived(once, known))
         return [*once, *each], scan
     return _divide_call(node, known) if isinstance(node, Cond) and node.remat is not None else ([], node)
 
 
-def _invariant(scan: Scan, known: Collection[Value]) -> tuple[list[Node], Scan]:
+def _hoist_invariant(scan: Scan, known: Collection[Value]) -> tuple[list[Node], Scan]:
     """Compute what is the same in every iteration once before the scan."""
     early, late, crossing = _divide(scan.equations, scan.updates, inner_known(scan.consts, known))
     if not crossing:
@@ -229,13 +229,13 @@ def _invariant(scan: Scan, known: Collection[Value]) -> tuple[list[Node], Scan]:
     return list(substitute(early, outer)), dataclasses.replace(scan, consts=consts, equations=late)
 
 
-def _each_time(scan: Scan, known: Collection[Value]) -> tuple[list[Node], Scan]:
+def _hoist_per_iteration(scan: Scan, known: Collection[Value]) -> tuple[list[Node], Scan]:
     """Compute what each iteration derives from its own slices in a separate scan before, for all iterations."""
     base = inner_known((*scan.consts, *scan.xs), known)
     early, late, crossing = _divide(scan.equations, scan.updates, base)
     if not crossing:
         return [], scan
-    ys = tuple(Stacked(value, value.stacked(scan.length)) for value in crossing)
+    ys = tuple(ScanOutput(value, value.stacked(scan.length)) for value in crossing)
     whole = dataclasses.replace(scan, carry=(), ys=ys, equations=early)
     first = trim_scan(whole, whole.outputs)
     assert first is not None

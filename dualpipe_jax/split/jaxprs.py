@@ -15,14 +15,14 @@ from dualpipe_jax.split.graph import (
     CHEAP,
     Atom,
     Binding,
-    Carry,
     Cond,
     Constant,
     Equation,
     Node,
     Program,
     Scan,
-    Stacked,
+    ScanCarry,
+    ScanOutput,
     Value,
 )
 
@@ -68,13 +68,13 @@ class Reader:
             known[var] = Constant(const, value_of(var.aval))
             self.holds_tracers |= isinstance(const, jax.core.Tracer)
 
-        def look(atom: Any) -> Atom:
+        def read_atom(atom: Any) -> Atom:
             return Constant(atom.val, value_of(atom.aval)) if isinstance(atom, jex.Literal) else known[atom]
 
         for eqn in jaxpr.eqns:
-            outputs = self._equation(eqn, [look(atom) for atom in eqn.invars], _join(scope, eqn))
+            outputs = self._equation(eqn, [read_atom(atom) for atom in eqn.invars], _join_scopes(scope, eqn))
             known.update(zip(eqn.outvars, outputs, strict=True))
-        return [look(atom) for atom in jaxpr.outvars]
+        return [read_atom(atom) for atom in jaxpr.outvars]
 
     def _equation(self, eqn: Any, inputs: list[Atom], scope: str) -> Sequence[Atom]:
         name = eqn.primitive.name
@@ -100,26 +100,26 @@ class Reader:
     def _inline(self, eqn: Any, inputs: list[Atom], scope: str) -> list[Atom]:
         inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
         if eqn.primitive.name in _REMAT and eqn.params["differentiated"]:
-            inputs = self._fence(eqn.params["prevent_cse"], inputs)
+            inputs = self._add_barriers(eqn.params["prevent_cse"], inputs)
         was_pinned, self._pinned = self._pinned, self._pinned or eqn.params.get("name") == WEIGHT_PART
-        outputs = self.read(*_open(inner), inputs, scope)
+        outputs = self.read(*_open_jaxpr(inner), inputs, scope)
         self._pinned = was_pinned
         return outputs
 
-    def _fence(self, prevent_cse: Any, inputs: list[Atom]) -> list[Atom]:
+    def _add_barriers(self, prevent_cse: Any, inputs: list[Atom]) -> list[Atom]:
         """Add barriers to the inputs of a recomputation; without them XLA would merge it with the forward."""
-        fences = prevent_cse if isinstance(prevent_cse, tuple) else (prevent_cse,) * len(inputs)
-        fenced: list[Atom] = []
-        for fence, atom in zip(fences, inputs, strict=True):
-            if fence and isinstance(atom, Value):
+        per_input = prevent_cse if isinstance(prevent_cse, tuple) else (prevent_cse,) * len(inputs)
+        results: list[Atom] = []
+        for prevent, atom in zip(per_input, inputs, strict=True):
+            if prevent and isinstance(atom, Value):
                 barrier = Equation(_barrier_p(), (atom,), (atom.like(),), {}, pinned=self._pinned)
                 self.nodes.append(barrier)
                 atom = barrier.outputs[0]
-            fenced.append(atom)
-        return fenced
+            results.append(atom)
+        return results
 
     def _plain(self, eqn: Any, inputs: list[Atom], scope: str) -> tuple[Value, ...]:
-        key = _key(eqn, inputs, self._pinned)
+        key = _equation_key(eqn, inputs, self._pinned)
         if key is not None and key in self._seen:
             return self._seen[key]
         outputs = tuple(value_of(var.aval) for var in eqn.outvars)
@@ -151,9 +151,9 @@ class Reader:
         stacked = zip(body.outputs[num_carry:], outputs[num_carry:], strict=True)
         return Scan(
             consts=tuple(bindings[:num_consts]),
-            carry=tuple(Carry(b.inner, b.outer, update, end) for b, update, end in ended),
+            carry=tuple(ScanCarry(b.inner, b.outer, update, end) for b, update, end in ended),
             xs=tuple(bindings[num_consts + num_carry :]),
-            ys=tuple(Stacked(i, o) for i, o in stacked),
+            ys=tuple(ScanOutput(i, o) for i, o in stacked),
             equations=body.equations,
             length=eqn.params["length"],
             reverse=eqn.params["reverse"],
@@ -168,10 +168,10 @@ class Reader:
         return Cond(inputs[0], tuple(inputs[1:]), branches, outputs, scope, platforms)
 
     def _remat(self, eqn: Any, inputs: list[Atom], scope: str) -> Cond:
-        fences = eqn.params["prevent_cse"]
+        prevent_cse = eqn.params["prevent_cse"]
         options = {
             "policy": eqn.params["policy"],
-            "prevent_cse": any(fences) if isinstance(fences, tuple) else fences,
+            "prevent_cse": any(prevent_cse) if isinstance(prevent_cse, tuple) else prevent_cse,
         }
         outputs = tuple(value_of(var.aval) for var in eqn.outvars)
         index = Constant(np.int32(0), Value((), np.dtype(np.int32)))
@@ -180,7 +180,7 @@ class Reader:
 
     def _program(self, inside: Any) -> Program:
         """Read a branch or body into a program of its own."""
-        jaxpr, consts = _open(inside)
+        jaxpr, consts = _open_jaxpr(inside)
         inner = tuple(value_of(var.aval) for var in jaxpr.invars)
         body = Reader(self._pinned, self._differentiable)
         outputs = body.read(jaxpr, consts, inner)
@@ -203,7 +203,7 @@ def value_of(aval: Any) -> Value:
     return Value(getattr(aval, "shape", ()), getattr(aval, "dtype", None), _varying(aval), _memory(aval))
 
 
-def _open(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
+def _open_jaxpr(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     """Return a jaxpr and its consts; calls hold closed jaxprs in jax 0.10 and plain ones in 0.12."""
     if hasattr(jaxpr, "eqns") and hasattr(jaxpr, "constvars"):
         return jaxpr, getattr(jaxpr, "consts", ())
@@ -222,12 +222,12 @@ def _barrier_p() -> Any:
     return jax.make_jaxpr(lax.optimization_barrier)(np.float32(0)).jaxpr.eqns[0].primitive
 
 
-def _join(scope: str, eqn: Any) -> str:
+def _join_scopes(scope: str, eqn: Any) -> str:
     own = str(eqn.source_info.name_stack)
     return "/".join(part for part in (scope, own) if part)
 
 
-def _key(eqn: Any, inputs: Sequence[Atom], pinned: bool) -> Any:
+def _equation_key(eqn: Any, inputs: Sequence[Atom], pinned: bool) -> Any:
     """Return a key that is equal for equations that compute the same; None if that is not known."""
     name = eqn.primitive.name
     if name not in CHEAP or name == "optimization_barrier":
@@ -261,11 +261,11 @@ def _walk(eqn: Any) -> Iterator[Any]:
     """Yield the equation and all inside it, but not inside kernels: axes and effects there belong to their own grid."""
     yield eqn
     if eqn.primitive.name not in _KERNELS:
-        for inner in _inside(eqn.params):
+        for inner in _inner_equations(eqn.params):
             yield from _walk(inner)
 
 
-def _inside(params: dict[str, Any]) -> Iterator[Any]:
+def _inner_equations(params: dict[str, Any]) -> Iterator[Any]:
     for param in params.values():
         for item in param if isinstance(param, tuple | list) else (param,):
             yield from getattr(getattr(item, "jaxpr", item), "eqns", ())
@@ -273,7 +273,7 @@ def _inside(params: dict[str, Any]) -> Iterator[Any]:
 
 def names_in(params: dict[str, Any]) -> set[str]:
     """Return the names of ``jax.ad_checkpoint.checkpoint_name`` inside an equation with these params, at any depth."""
-    inside = itertools.chain.from_iterable(map(_walk, _inside(params)))
+    inside = itertools.chain.from_iterable(map(_walk, _inner_equations(params)))
     return {eqn.params["name"] for eqn in inside if eqn.primitive.name == "name"}
 
 
@@ -286,7 +286,11 @@ def collectives(eqns: Iterable[Any]) -> dict[str, frozenset[str]]:
         if eqn.primitive.name == "ppermute":
             axes = set(eqn.params["axis_name"])
         # A loop has the effects of all equations in it, also of an axis_index, which exchanges nothing.
-        if axes and not any(True for _ in _inside(eqn.params)) and eqn.primitive.name != "axis_index":
+        if (
+            axes
+            and not any(True for _ in _inner_equations(eqn.params))
+            and eqn.primitive.name != "axis_index"
+        ):
             found[eqn.primitive.name] = found.get(eqn.primitive.name, frozenset()) | axes
     return found
 

@@ -42,12 +42,12 @@ class Leaves:
         """The length of a list of gradients."""
         return sum(self.has_gradient)
 
-    def leaves(self, tree: Tree, spared: Sequence[bool] | None = None) -> list[Any]:
+    def leaves(self, tree: Tree, ignored: Sequence[bool] | None = None) -> list[Any]:
         """Return the leaves of a tree like the traced one. Raises ValueError for a different tree.
 
-        The leaves that ``spared`` names are returned as None and may be anything; if it names all, so may the tree.
+        The leaves that ``ignored`` names are returned as None and may be anything; if it names all, so may the tree.
         """
-        return leaves_like(self.name, tree, self.tree, self.types, spared)
+        return leaves_like(self.name, tree, self.tree, self.types, ignored)
 
     def gradients(self, given: Iterable[Any]) -> Tree:
         """Return the tree of gradients from the list.
@@ -77,21 +77,21 @@ def leaves_like(
     tree: Tree,
     expected: Any,
     types: Sequence[jax.ShapeDtypeStruct],
-    spared: Sequence[bool] | None = None,
+    ignored: Sequence[bool] | None = None,
 ) -> list[Any]:
-    """Return the leaves of a tree with the traced structure and types; None for spared leaves, which may be anything.
+    """Return the leaves of a tree with the traced structure and types; None for ignored leaves, which may be anything.
 
     Raises ValueError if the structure, a shape or a dtype differs.
     """
-    spared = [False] * len(types) if spared is None else spared
-    if all(spared):
+    ignored = [False] * len(types) if ignored is None else ignored
+    if all(ignored):
         return [None] * len(types)
     try:
         leaves = expected.flatten_up_to(tree)
     except ValueError:
         leaves = []
     if len(leaves) != len(types) or not all(
-        spare or jax.tree_util.all_leaves([leaf]) for leaf, spare in zip(leaves, spared, strict=True)
+        ignore or jax.tree_util.all_leaves([leaf]) for leaf, ignore in zip(leaves, ignored, strict=True)
     ):
         found = jax.tree.structure(tree)
         raise ValueError(
@@ -100,12 +100,12 @@ def leaves_like(
     paths = [path for path, _ in jax.tree.leaves_with_path(expected.unflatten(types))]
     wrong = [
         f"  {name}{jax.tree_util.keystr(path)}: traced {kind.dtype}{list(kind.shape)}, given {jax.typeof(leaf)}"
-        for path, leaf, kind, spare in zip(paths, leaves, types, spared, strict=True)
-        if not spare and (jax.typeof(leaf).shape, jax.typeof(leaf).dtype) != (kind.shape, kind.dtype)
+        for path, leaf, kind, ignore in zip(paths, leaves, types, ignored, strict=True)
+        if not ignore and (jax.typeof(leaf).shape, jax.typeof(leaf).dtype) != (kind.shape, kind.dtype)
     ]
     if wrong:
         raise ValueError("\n".join(["split: arguments differ from those traced.", *wrong]))
-    return [None if spare else leaf for leaf, spare in zip(leaves, spared, strict=True)]
+    return [None if ignore else leaf for leaf, ignore in zip(leaves, ignored, strict=True)]
 
 
 def flags(name: str, prefix: Any, tree: Tree) -> list[bool]:

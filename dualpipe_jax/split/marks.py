@@ -8,14 +8,14 @@ from typing import Any
 import jax
 
 from dualpipe_jax.arguments import typechecked
-from dualpipe_jax.split.graph import Atom, Cond, Constant, Node, Program, Scan, Stacked, Value
+from dualpipe_jax.split.graph import Atom, Cond, Constant, Node, Program, Scan, ScanOutput, Value
 from dualpipe_jax.split.jaxprs import names_in
 from dualpipe_jax.split.run import evaluate
 from dualpipe_jax.split.trace import trace_program
 
 
 @typechecked
-def reveal(function: Callable[..., Any], name: str, *arguments: Any) -> Callable[..., Any] | None:
+def capture_marked(function: Callable[..., Any], name: str, *arguments: Any) -> Callable[..., Any] | None:
     """Return a function with the result ``(function(*arguments), marked)``, or None if nothing is marked.
 
     ``marked`` is a list of all arrays that ``jax.ad_checkpoint.checkpoint_name(array, name)`` named. Those inside a
@@ -28,27 +28,27 @@ def reveal(function: Callable[..., Any], name: str, *arguments: Any) -> Callable
       arguments: trees of arrays, tracers or ShapeDtypeStructs; the returned function accepts only these shapes.
     """
     program, tree = trace_program(function, *arguments, differentiable=True)
-    nodes, marked = _outside(program.equations, name)
+    nodes, marked = _lift_marked(program.equations, name)
     if not marked:
         return None
     whole = Program(program.inputs, nodes, (*program.outputs, *marked))
 
-    def revealed(*arguments: Any) -> tuple[Any, list[Any]]:
+    def with_marked(*arguments: Any) -> tuple[Any, list[Any]]:
         results = evaluate(whole, jax.tree.leaves(arguments))
         return tree.unflatten(results[: tree.num_leaves]), results[tree.num_leaves :]
 
-    return revealed
+    return with_marked
 
 
-def _outside(nodes: Sequence[Node], name: str) -> tuple[tuple[Node, ...], list[Value]]:
+def _lift_marked(nodes: Sequence[Node], name: str) -> tuple[tuple[Node, ...], list[Value]]:
     """Return the nodes with all marked values inside scans and conds as extra outputs, and the marked values."""
     found: list[Value] = []
 
     def visit(node: Node) -> Node:
         if isinstance(node, Scan):
-            node, values = _of_scan(node, name)
+            node, values = _lift_from_scan(node, name)
         elif isinstance(node, Cond):
-            node, values = _of_cond(node, name)
+            node, values = _lift_from_cond(node, name)
         else:
             values = []
             if node.name == "name" and node.params["name"] == name:
@@ -64,14 +64,14 @@ def _outside(nodes: Sequence[Node], name: str) -> tuple[tuple[Node, ...], list[V
     return tuple(map(visit, nodes)), found
 
 
-def _of_scan(scan: Scan, name: str) -> tuple[Scan, list[Value]]:
-    inside, marked = _outside(scan.equations, name)
-    ys = [Stacked(value, value.stacked(scan.length)) for value in marked]
+def _lift_from_scan(scan: Scan, name: str) -> tuple[Scan, list[Value]]:
+    inside, marked = _lift_marked(scan.equations, name)
+    ys = [ScanOutput(value, value.stacked(scan.length)) for value in marked]
     return dataclasses.replace(scan, equations=inside, ys=(*scan.ys, *ys)), [y.outer for y in ys]
 
 
-def _of_cond(cond: Cond, name: str) -> tuple[Cond, list[Value]]:
-    each = [_outside(branch.equations, name) for branch in cond.branches]
+def _lift_from_cond(cond: Cond, name: str) -> tuple[Cond, list[Value]]:
+    each = [_lift_marked(branch.equations, name) for branch in cond.branches]
     every = [(number, value) for number, (_, marked) in enumerate(each) for value in marked]
     branches = []
     for number, (branch, (inside, _)) in enumerate(zip(cond.branches, each, strict=True)):

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 
-from dualpipe_jax.split.crossing import choose_crossing, nbytes, stay
+from dualpipe_jax.split.crossing import nbytes, never, partition_by_min_cut
 from dualpipe_jax.split.graph import (
     Atom,
     Node,
@@ -155,13 +155,13 @@ class SplitPlan:
         return dparams, dx
 
     def _given(self, params: Tree, x: Tree, reader: str) -> Arrays:
-        spared = ["FIW".index(keep) < "FIW".index(reader) for keep in self.keep]
-        return [*self.params.leaves(params), *self.x.leaves(x, spared)]
+        ignored = ["FIW".index(keep) < "FIW".index(reader) for keep in self.keep]
+        return [*self.params.leaves(params), *self.x.leaves(x, ignored)]
 
     def _cotangents(self, dy: Tree) -> Arrays:
         types, tree = jax.tree.flatten(self.y)
         floating = list(map(is_floating, types))
-        leaves = leaves_like("dy", dy, tree, types, spared=[not is_one for is_one in floating])
+        leaves = leaves_like("dy", dy, tree, types, ignored=[not is_one for is_one in floating])
         return [leaf for leaf, is_one in zip(leaves, floating, strict=True) if is_one]
 
 
@@ -188,7 +188,7 @@ def make_plan(
         return 0 if value in held else nbytes(value)
 
     forward, backward = relink(joint.forward, prune(joint.backward, gradients)[0], set(joint.params))
-    kept = choose_crossing(
+    kept = partition_by_min_cut(
         forward,
         backward,
         gradients,
@@ -205,13 +205,13 @@ def make_plan(
         set(joint.params),
         late_inputs=set(sums.values()),
         weight=weight,
-        movable=is_cheap if dx else stay,
+        movable=is_cheap if dx else never,
     )
-    for_weight = set(parts.values)
-    stored = [v for v in kept.values if v not in joint.x]
+    for_weight = set(parts.crossing)
+    stored = [v for v in kept.crossing if v not in joint.x]
     residuals_w = [v for v in stored if v in for_weight]
     residuals_i = [v for v in stored if v not in for_weight]
-    stash = [v for v in parts.values if v not in stored and v not in joint.x]
+    stash = [v for v in parts.crossing if v not in stored and v not in joint.x]
     given = (*joint.params, *joint.x)
     whole = (*given, *residuals_i, *residuals_w, *dy, *sums.values())
     programs = Programs(
@@ -238,8 +238,10 @@ def make_plan(
         flops=Flops(*(count_flops(program.equations) for program in programs)),
         sums=sums,
         programs=programs,
-        params=Leaves("params", trees[0], joint.params, list(wanted[:num_params]), _has(joint.dparams)),
-        x=Leaves("x", trees[1], joint.x, list(wanted[num_params:]), _has(joint.dx)),
+        params=Leaves(
+            "params", trees[0], joint.params, list(wanted[:num_params]), _has_gradient(joint.dparams)
+        ),
+        x=Leaves("x", trees[1], joint.x, list(wanted[num_params:]), _has_gradient(joint.dx)),
     )
 
 
@@ -250,7 +252,7 @@ def _program(inputs: Sequence[Value], nodes: Sequence[Node], outputs: Sequence[A
     return Program(tuple(inputs), equations, tuple(outputs))
 
 
-def _has(gradients: Iterable[Atom | None]) -> list[bool]:
+def _has_gradient(gradients: Iterable[Atom | None]) -> list[bool]:
     return [g is not None for g in gradients]
 
 

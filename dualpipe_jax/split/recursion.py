@@ -1,14 +1,14 @@
 """Split a list of equations in two, also inside scans and conds.
 
 ``split_equations`` cuts a backward into the part that dx needs and the rest. At each level, outside and
-in the bodies of scans and conds, ``choose_crossing`` decides which values cross.
+in the bodies of scans and conds, ``partition_by_min_cut`` decides which values cross.
 """
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
-from dualpipe_jax.split.crossing import Crossing, choose_crossing, nbytes
+from dualpipe_jax.split.crossing import Partition, nbytes, partition_by_min_cut
 from dualpipe_jax.split.graph import (
     Atom,
     Binding,
@@ -16,10 +16,10 @@ from dualpipe_jax.split.graph import (
     Constant,
     Node,
     Scan,
-    Stacked,
+    ScanOutput,
     Value,
     is_cheap,
-    is_tied,
+    must_be_early,
     values,
 )
 from dualpipe_jax.split.slices import branch_known, derived, inner_known, prune, trim_cond, trim_scan
@@ -36,7 +36,7 @@ def split_equations(
     late_inputs: Collection[Value] = (),
     weight: Callable[[Value], int] = nbytes,
     movable: Movable,
-) -> Crossing:
+) -> Partition:
     """Split ``nodes`` into those that ``early_wanted`` needs and those that only ``late_wanted`` needs.
 
     Collectives and equations with side effects are early, with all they need.
@@ -61,7 +61,7 @@ def split_equations(
             late.append(second)
     late_wanted = list(late_wanted)
     kept, _ = prune(late[::-1], late_wanted)
-    return choose_crossing(
+    return partition_by_min_cut(
         early[::-1], kept, late_wanted, free=free, late_inputs=late_inputs, weight=weight, movable=movable
     )
 
@@ -70,12 +70,12 @@ def _split_node(
     node: Node, live: Collection[Value], free: Collection[Value], movable: Movable
 ) -> tuple[Node | None, Node | None]:
     if isinstance(node, Scan):
-        first = trim_scan(node, live, is_tied)
+        first = trim_scan(node, live, must_be_early)
         return (None, node) if first is None else _split_scan(node, first, free, movable)
     if isinstance(node, Cond):
-        choice = trim_cond(node, live, is_tied)
+        choice = trim_cond(node, live, must_be_early)
         return (None, node) if choice is None else _split_cond(node, choice, free, movable)
-    is_early = is_tied(node) or any(output in live for output in node.outputs)
+    is_early = must_be_early(node) or any(output in live for output in node.outputs)
     return (node, None) if is_early else (None, node)
 
 
@@ -97,7 +97,7 @@ def _split_scan(
     )
     early = replace(scan, carry=trimmed.carry, ys=trimmed.ys, equations=parts.early)
     late = replace(scan, carry=late_carry, ys=late_ys, equations=parts.late)
-    return connect_scans(early, late, parts.values)
+    return connect_scans(early, late, parts.crossing)
 
 
 def scan_weight(scan: Scan) -> Callable[[Value], int]:
@@ -111,11 +111,11 @@ def connect_scans(early: Scan, late: Scan, crossing: Iterable[Value]) -> tuple[S
     consts, xs = _by_inner((*early.consts, *late.consts)), _by_inner((*early.xs, *late.xs))
     have = {y.inner: y for y in early.ys}
     inner = [value for value in crossing if value not in consts and value not in xs]
-    stacked = [have.get(value, Stacked(value, value.stacked(early.length))) for value in inner]
+    stacked = [have.get(value, ScanOutput(value, value.stacked(early.length))) for value in inner]
     extra = tuple(Binding(value, y.outer) for value, y in zip(inner, stacked, strict=True))
     early = replace(early, ys=(*early.ys, *(y for y in stacked if y.inner not in have)))
     late = replace(late, consts=tuple(consts.values()), xs=(*xs.values(), *extra))
-    first = trim_scan(early, early.outputs, is_tied)
+    first = trim_scan(early, early.outputs, must_be_early)
     assert first is not None
     return first, trim_scan(late, late.outputs)
 
@@ -127,17 +127,17 @@ def _by_inner(bindings: Iterable[Binding]) -> dict[Value, Binding]:
 def _split_cond(
     cond: Cond, trimmed: Cond, free: Collection[Value], movable: Movable
 ) -> tuple[Cond, Cond | None]:
-    ahead = [place for place, output in enumerate(cond.outputs) if output in trimmed.outputs]
-    behind = [place for place in range(len(cond.outputs)) if place not in ahead]
-    first, second = cond.giving(ahead), cond.giving(behind)
+    early_places = [place for place, output in enumerate(cond.outputs) if output in trimmed.outputs]
+    late_places = [place for place in range(len(cond.outputs)) if place not in early_places]
+    first, second = cond.with_outputs(early_places), cond.with_outputs(late_places)
     parts = [
         split_equations(
             branch.equations, own.outputs, rest.outputs, branch_known(cond, branch, free), movable=movable
         )
         for branch, own, rest in zip(cond.branches, first.branches, second.branches, strict=True)
     ]
-    first, second = first.running(p.early for p in parts), second.running(p.late for p in parts)
-    return connect_conds(first, second, [p.values for p in parts])
+    first, second = first.with_equations(p.early for p in parts), second.with_equations(p.late for p in parts)
+    return connect_conds(first, second, [p.crossing for p in parts])
 
 
 def connect_conds(
@@ -175,7 +175,7 @@ def connect_conds(
             for branch, row in zip(late.branches, filled, strict=True)
         ),
     )
-    first = trim_cond(early, early.outputs, is_tied)
+    first = trim_cond(early, early.outputs, must_be_early)
     assert first is not None
     return first, trim_cond(late, late.outputs)
 

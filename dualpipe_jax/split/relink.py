@@ -3,10 +3,10 @@
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from dualpipe_jax.split.crossing import choose_crossing
+from dualpipe_jax.split.crossing import partition_by_min_cut
 from dualpipe_jax.split.graph import Cond, Equation, Node, Program, Scan, Value, is_arithmetic, values
 from dualpipe_jax.split.recursion import connect_conds, connect_scans, scan_weight
-from dualpipe_jax.split.slices import branch_known, derived, inner_known, substitute, swap
+from dualpipe_jax.split.slices import branch_known, derived, inner_known, replace_atom, substitute
 
 
 def relink(
@@ -51,14 +51,14 @@ def _relink_scan(early: Scan, late: Scan, free: Collection[Value]) -> tuple[Scan
     late = replace(
         late,
         xs=tuple(b for b in late.xs if b.inner not in mapping),
-        carry=tuple(c._replace(update=swap(c.update, mapping)) for c in late.carry),
-        ys=tuple(y._replace(inner=swap(y.inner, mapping)) for y in late.ys),
+        carry=tuple(c._replace(update=replace_atom(c.update, mapping)) for c in late.carry),
+        ys=tuple(y._replace(inner=replace_atom(y.inner, mapping)) for y in late.ys),
         equations=substitute(late.equations, mapping),
     )
     own = (*late.consts, *late.xs)
     known = inner_known((*early.consts, *early.xs, *own), free)
     first, second = relink(early.equations, late.equations, known)
-    parts = choose_crossing(
+    parts = partition_by_min_cut(
         first,
         second,
         late.updates,
@@ -67,11 +67,11 @@ def _relink_scan(early: Scan, late: Scan, free: Collection[Value]) -> tuple[Scan
         weight=scan_weight(early),
         repeatable=is_arithmetic,
     )
-    ahead, behind = connect_scans(
-        replace(early, equations=parts.early), replace(late, equations=parts.late), parts.values
+    new_early, new_late = connect_scans(
+        replace(early, equations=parts.early), replace(late, equations=parts.late), parts.crossing
     )
-    assert behind is not None
-    return ahead, behind
+    assert new_late is not None
+    return new_early, new_late
 
 
 def _relink_cond(early: Cond, late: Cond, free: Collection[Value]) -> tuple[Cond, Cond]:
@@ -82,14 +82,14 @@ def _relink_cond(early: Cond, late: Cond, free: Collection[Value]) -> tuple[Cond
         if isinstance(operand, Value) and operand in outputs
     }
     own = [place for place in range(len(late.operands)) if place not in linked]
-    aheads, seconds, crossings = [], [], []
+    early_equations, late_branches, crossings = [], [], []
     for mine, theirs in zip(early.branches, late.branches, strict=True):
         mapping = {theirs.inputs[place]: mine.outputs[source] for place, source in linked.items()}
-        wanted = tuple(swap(atom, mapping) for atom in theirs.outputs)
+        wanted = tuple(replace_atom(atom, mapping) for atom in theirs.outputs)
         inputs = tuple(theirs.inputs[place] for place in own)
         known = branch_known(early, mine, free) | branch_known(late, theirs, free)
         first, second = relink(mine.equations, substitute(theirs.equations, mapping), known)
-        parts = choose_crossing(
+        parts = partition_by_min_cut(
             first,
             second,
             wanted,
@@ -97,14 +97,14 @@ def _relink_cond(early: Cond, late: Cond, free: Collection[Value]) -> tuple[Cond
             late_inputs=set(inputs),
             repeatable=is_arithmetic,
         )
-        aheads.append(parts.early)
-        seconds.append(Program((*inputs, *mine.inputs), parts.late, wanted))
-        crossings.append(parts.values)
+        early_equations.append(parts.early)
+        late_branches.append(Program((*inputs, *mine.inputs), parts.late, wanted))
+        crossings.append(parts.crossing)
     operands = (*(late.operands[place] for place in own), *early.operands)
-    ahead, behind = connect_conds(
-        early.running(aheads),
-        replace(late, branches=tuple(seconds), operands=operands),
+    new_early, new_late = connect_conds(
+        early.with_equations(early_equations),
+        replace(late, branches=tuple(late_branches), operands=operands),
         crossings,
     )
-    assert behind is not None
-    return ahead, behind
+    assert new_late is not None
+    return new_early, new_late

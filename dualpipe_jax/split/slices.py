@@ -77,7 +77,7 @@ def trim_cond(
 ) -> Cond | None:
     """Return the cond without the outputs and operands that ``live`` does not need; None if nothing is left."""
     places = [place for place, output in enumerate(cond.outputs) if output in live]
-    kept = cond.giving(places)
+    kept = cond.with_outputs(places)
     pruned = [prune(branch.equations, branch.outputs, keep) for branch in kept.branches]
     if not places and not any(equations for equations, _ in pruned):
         return None
@@ -172,7 +172,7 @@ def branch_known(cond: Cond, branch: Program, known: Collection[Value]) -> set[V
     return inner_known((Binding(inner, outer) for inner, outer in pairs), known)
 
 
-def swap(atom: Atom, mapping: Mapping[Value, Atom]) -> Atom:
+def replace_atom(atom: Atom, mapping: Mapping[Value, Atom]) -> Atom:
     """Return the replacement of an atom, or the atom itself if it has none."""
     return mapping.get(atom, atom) if isinstance(atom, Value) else atom
 
@@ -182,19 +182,19 @@ def substitute(nodes: Iterable[Node], mapping: dict[Value, Atom]) -> tuple[Node,
     result: list[Node] = []
     for node in nodes:
         if isinstance(node, Equation):
-            result.append(replace(node, inputs=tuple(swap(atom, mapping) for atom in node.inputs)))
+            result.append(replace(node, inputs=tuple(replace_atom(atom, mapping) for atom in node.inputs)))
         elif isinstance(node, Scan):
-            consts = tuple(Binding(b.inner, swap(b.outer, mapping)) for b in node.consts)
-            xs = tuple(Binding(b.inner, swap(b.outer, mapping)) for b in node.xs)
-            carry = tuple(c._replace(start=swap(c.start, mapping)) for c in node.carry)
+            consts = tuple(Binding(b.inner, replace_atom(b.outer, mapping)) for b in node.consts)
+            xs = tuple(Binding(b.inner, replace_atom(b.outer, mapping)) for b in node.xs)
+            carry = tuple(c._replace(start=replace_atom(c.start, mapping)) for c in node.carry)
             result.append(replace(node, consts=consts, xs=xs, carry=carry))
         else:
-            operands = tuple(swap(atom, mapping) for atom in node.operands)
-            result.append(replace(node, index=swap(node.index, mapping), operands=operands))
+            operands = tuple(replace_atom(atom, mapping) for atom in node.operands)
+            result.append(replace(node, index=replace_atom(node.index, mapping), operands=operands))
     return tuple(result)
 
 
-def renamed(program: Program) -> Program:
+def with_fresh_values(program: Program) -> Program:
     mapping: dict[Value, Atom] = {}
 
     def fresh(value: Value) -> Value:
@@ -210,4 +210,4 @@ def renamed(program: Program) -> Program:
             nodes.append(replace(node, carry=carry, ys=ys))
         else:
             nodes.append(replace(node, outputs=tuple(map(fresh, node.outputs))))
-    return Program(inputs, tuple(nodes), tuple(swap(atom, mapping) for atom in program.outputs))
+    return Program(inputs, tuple(nodes), tuple(replace_atom(atom, mapping) for atom in program.outputs))

@@ -10,7 +10,7 @@ from dualpipe_jax.split.graph import Atom, Equation, Node, Value, definitions, v
 from dualpipe_jax.split.slices import prune
 
 
-def hand_in_sums(
+def accumulate_in_kernels(
     nodes: Sequence[Node], gradients: Sequence[Atom | None], dtypes: Sequence[Any], read: Iterable[Atom]
 ) -> tuple[tuple[Node, ...], tuple[Value | None, ...]]:
     """Return the nodes of a backward with kernels that add to sums where they can, and these sums.
@@ -32,14 +32,14 @@ def hand_in_sums(
     made_by = definitions(nodes)
     adding: dict[Node, Equation] = {}
 
-    def place_of(made: Atom) -> tuple[Equation, int] | None:
+    def find_addition(made: Atom) -> tuple[Equation, int] | None:
         """Return the kernel that adds to marked zeros and the number of that input, if the sum is only handed on."""
         kernel = made_by.get(made) if isinstance(made, Value) and uses[made] == 1 else None
         if not isinstance(kernel, Equation):
             return None
         places = [(kernel, k) for k, given in enumerate(kernel.inputs) if _is_marked(given, made_by)]
         if not places:
-            found = map(place_of, kernel.inputs[: _HAND_ON.get(kernel.name, 0)])
+            found = map(find_addition, kernel.inputs[: _SUM_OPERANDS.get(kernel.name, 0)])
             places = [place for place in found if place is not None]
         return places[0] if len(places) == 1 else None
 
@@ -47,7 +47,7 @@ def hand_in_sums(
         if (
             not isinstance(gradient, Value)
             or gradient.dtype != dtype
-            or (place := place_of(gradient)) is None
+            or (place := find_addition(gradient)) is None
         ):
             return None
         kernel, marked = place
@@ -63,7 +63,7 @@ def hand_in_sums(
     return tuple(adding.get(node, node) for node in nodes), sums
 
 
-_HAND_ON = {"add": 2, "add_any": 2, "scatter-add": 1, "reshape": 1}
+_SUM_OPERANDS = {"add": 2, "add_any": 2, "scatter-add": 1, "reshape": 1}
 """Primitives that hand a sum on, by the number of leading inputs that may hold the sum."""
 
 

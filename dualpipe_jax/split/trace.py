@@ -12,7 +12,7 @@ from dualpipe_jax.split.graph import Atom, Node, Program, Value, is_zero
 from dualpipe_jax.split.jaxprs import Reader, cotangents_p, value_of
 from dualpipe_jax.split.leaves import cut, is_floating
 from dualpipe_jax.split.slices import zero_values
-from dualpipe_jax.split.sums import hand_in_sums
+from dualpipe_jax.split.sums import accumulate_in_kernels
 from dualpipe_jax.split.widen import widen
 
 
@@ -87,7 +87,7 @@ def trace_backward(
     if sums is not None:
         others = [*y, *aux, *(dx for dx in every[num_params:] if dx is not None)]
         backward, dparams = widen(backward, dparams, sums, others)
-        backward, added = hand_in_sums(backward, dparams, sums, others)
+        backward, added = accumulate_in_kernels(backward, dparams, sums, others)
     return JointTrace(
         params=inputs[:num_params],
         x=inputs[num_params:],

@@ -14,10 +14,10 @@ from jax import lax
 
 from dualpipe_jax.split.graph import Atom, Equation, Node, Value, definitions, values
 
-_MOVES = frozenset({"add_any", "concatenate", "reshape", "split", "transpose"})
+_DTYPE_PRESERVING = frozenset({"add_any", "concatenate", "reshape", "split", "transpose"})
 """Primitives that a gradient may pass after its product: their results have the dtype of their inputs."""
 
-_Changed = dict[Node, Equation]
+_Replacements = dict[Node, Equation]
 
 
 def widen(
@@ -35,7 +35,7 @@ def widen(
     uses = Counter(values(atom for node in nodes for atom in node.inputs))
     uses.update(values([*read, *(gradient for gradient in gradients if gradient is not None)]))
     graph = _Graph(definitions(nodes), uses)
-    changed: _Changed = {}
+    changed: _Replacements = {}
     found: list[Atom | None] = []
     for gradient, dtype in zip(gradients, dtypes, strict=True):
         wide = None if gradient is None or dtype is None else graph.wide(gradient, jnp.dtype(dtype))
@@ -49,7 +49,7 @@ class _Graph:
     made_by: dict[Value, Node]
     uses: Counter[Value]
 
-    def wide(self, atom: Atom, dtype: Any) -> tuple[Value, _Changed] | None:
+    def wide(self, atom: Atom, dtype: Any) -> tuple[Value, _Replacements] | None:
         """Return the value in a wider dtype and the nodes that change for it; None if that is impossible."""
         node = self.made_by.get(atom) if isinstance(atom, Value) else None
         if not isinstance(node, Equation) or not isinstance(atom, Value) or self.uses[atom] > 1:
@@ -64,10 +64,12 @@ class _Graph:
         if node.name == "dot_general" and _is_plain(node.params["precision"]):
             params = node.params | {"preferred_element_type": dtype}
             return made, {node: replace(node, params=params, outputs=(made,))}
-        if node.name not in _MOVES or any(self.uses[out] for out in node.outputs if out is not atom):
+        if node.name not in _DTYPE_PRESERVING or any(
+            self.uses[out] for out in node.outputs if out is not atom
+        ):
             return None
         inputs = [self.wide(given, dtype) for given in node.inputs]
-        changed: _Changed = {}
+        changed: _Replacements = {}
         for given in inputs:
             if given is None:
                 return None

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dualpipe_jax.split.crossing import choose_crossing
+from dualpipe_jax.split.crossing import partition_by_min_cut
 from dualpipe_jax.split.graph import is_cheap
 from dualpipe_jax.split.mincut import UNCUTTABLE, FlowGraph
 from dualpipe_jax.split.trace import trace_program
@@ -38,10 +38,10 @@ def test_what_reads_late_inputs_is_late():
     kind = jax.ShapeDtypeStruct((4,), jnp.float32)
     whole, _ = trace_program(lambda a, b, late: late + jnp.sin(a) + jnp.sin(b), kind, kind, kind)
     nodes = {name: [node for node in whole.equations if node.name == name] for name in ("sin", "add")}
-    found = choose_crossing(
+    found = partition_by_min_cut(
         nodes["sin"], nodes["add"], whole.outputs, free=(), late_inputs=whole.inputs[2:], movable=is_cheap
     )
-    assert found.values == tuple(node.outputs[0] for node in nodes["sin"])
+    assert found.crossing == tuple(node.outputs[0] for node in nodes["sin"])
     assert list(found.late) == nodes["add"]
 
 
