@@ -1,4 +1,4 @@
-"""Steps profiled: a trace, the timeline measured from it next to the schedule's theory, and the costs of its units."""
+"""Profile steps: record a trace, measure its timeline beside the simulated schedule, and derive the units' costs."""
 
 from dualpipe_jax.profile.capture import Profiler, read_events
 from dualpipe_jax.profile.match import ProfileError

@@ -1,4 +1,4 @@
-"""Which steps are traced, and the trace of them read back."""
+"""Record a trace of some steps of a run, and read its events."""
 
 import warnings
 from collections.abc import Iterator
@@ -12,11 +12,11 @@ class Event(NamedTuple):
     """An instruction of a compiled program, run once by a device.
 
     Attributes:
-      device: its number.
-      run: of the program, one for each call.
+      device: the number of the device.
+      run: the number of the program's run; each call is one run.
       op: the instruction's name in the compiled program.
-      start, end: milliseconds.
-      program: the name of the compiled program; empty where the trace does not tell.
+      start, end: the times of its start and end in milliseconds.
+      program: the name of the compiled program; empty where the trace does not give it.
     """
 
     device: int
@@ -61,7 +61,8 @@ class Profiler:
             return
         if not self._running:
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # Python's own calls are many and of no interest
+            # Python's own calls are many and of no interest.
+            options.python_tracer_level = 0
             jax.profiler.start_trace(str(self._folder), profiler_options=options)
             self._running = True
         self._step = jax.profiler.StepTraceAnnotation("train", step_num=step)
@@ -80,16 +81,16 @@ class Profiler:
         return True
 
     def close(self) -> None:
-        """Stop a trace that is still running, of a run that was cut short."""
+        """Stop a trace that is still running because the run was cut short."""
         if self._running:
             self._running = False
             jax.profiler.stop_trace()
 
 
 def read_events(folder: Path) -> Iterator[Event]:
-    """All instructions in the newest trace under a folder, in no order.
+    """Read all instructions in the newest trace under a folder, in no particular order.
 
-    CPU devices are threads of the host, and each event says of which device it is; a GPU or TPU has a plane of its own.
+    CPU devices are threads of the host, and each event names its device; a GPU or TPU has a plane of its own.
 
     Raises:
       FileNotFoundError: there is no trace.
@@ -103,7 +104,8 @@ def read_events(folder: Path) -> Iterator[Event]:
         own = plane.name.startswith("/device:")
         ordinal = plane.name.rpartition(":")[2].split()[0] if own else "0"
         if not ordinal.isdigit():
-            continue  # no device: libtpu, installed, adds planes such as "/device:CUSTOM:Megascale Trace"
+            # Not a device: where libtpu is installed, it adds planes such as "/device:CUSTOM:Megascale Trace".
+            continue
         number = int(ordinal)
         for line in plane.lines:
             for event in line.events:
@@ -125,7 +127,7 @@ def read_events(folder: Path) -> Iterator[Event]:
 
 
 def _make_type_of_stats(profile: jax.profiler.ProfileData) -> None:
-    """Has JAX's reader make its type of events' statistics, which it does at the first event that is asked for them."""
+    """Make JAX's reader create its type for the statistics of events, which it does when they are first read."""
     with warnings.catch_warnings():
         # From Python 3.12 on the reader of JAX 0.12 warns of this type. Where warnings are errors its C++ aborts the
         # process, so no "except" would help.

@@ -1,8 +1,8 @@
-"""Which execution of which unit is which action of the schedule.
+"""Match each execution of a unit in a trace with the actions of the schedule.
 
-The program holds each unit once for each local stage, behind a guard, and a unit's instructions run once each time
-that the guard lets them: so the n-th time of each is the n-th execution. A rank's executions in order of time are,
-tick by tick, the units of its rows in the table. That they are of the kinds that the table says is checked.
+The program holds each unit once for each local stage, behind a guard. A unit's instructions run once each time that
+the guard is taken, so the n-th event of each instruction belongs to the unit's n-th execution. A rank's executions in
+order of time are, tick by tick, the units of its rows in the table. ``match`` checks that their kinds are the table's.
 """
 
 from collections import Counter, defaultdict
@@ -16,18 +16,18 @@ from dualpipe_jax.schedule import Action, Op, Schedule, TickTable
 
 
 class ProfileError(ValueError):
-    """The trace is not one of this program; the message says where the two differ."""
+    """The trace is not of this program; the message says where the two differ."""
 
 
 class Unit(NamedTuple):
-    """A unit in a row of the table: of an op of ``SCOPES``, and the actions that it does, or a part of."""
+    """A unit in a row of the table: its op, a key of ``SCOPES``, and the actions that it does, wholly or partly."""
 
     kind: str
     actions: tuple[Action, ...]
 
 
 class Execution(NamedTuple):
-    """A unit, run once: milliseconds."""
+    """One execution of a unit; times are in milliseconds."""
 
     kind: str
     start: float
@@ -35,7 +35,10 @@ class Execution(NamedTuple):
 
 
 def guards(module: Module) -> dict[str, tuple[str, str]]:
-    """Instruction -> (kind, guard) of the unit that it stands in; not those of inner loops, which run more often."""
+    """The (kind, guard) of the unit of each instruction.
+
+    Left out are instructions of inner loops, which run more often, and those that stand behind several guards.
+    """
     found: dict[str, tuple[str, str]] = {}
     seen: Counter[str] = Counter()
     for key, where in units_in(module).items():
@@ -47,9 +50,9 @@ def guards(module: Module) -> dict[str, tuple[str, str]]:
 
 
 def executions(events: Iterable[Event], units: Mapping[str, tuple[str, str]]) -> list[Execution]:
-    """What one device did in one run of the program, in order of time.
+    """The executions of units by one device in one run of the program, in order of time.
 
-    An instruction that was not seen as often as others of its unit, for a trace may lose events, does not count.
+    A trace may lose events: an instruction with fewer events than others of its unit is ignored.
     """
     spans: dict[tuple[str, str], dict[str, list[Event]]] = defaultdict(lambda: defaultdict(list))
     for event in events:
@@ -67,7 +70,7 @@ def executions(events: Iterable[Event], units: Mapping[str, tuple[str, str]]) ->
 
 
 def expected_units(schedule: Schedule, table: TickTable, *, fused: bool) -> list[list[list[Unit]]]:
-    """Units by rank and tick. ``fused``: whether a pair is one unit, or its forward and its backward."""
+    """The units of each rank in each tick. ``fused``: whether a pair is one unit, or its forward and its backward."""
     return [
         [_row(schedule, table, tick, rank, fused) for tick in range(table.num_ticks)]
         for rank in range(schedule.num_ranks)
@@ -94,10 +97,10 @@ def _row(schedule: Schedule, table: TickTable, tick: int, rank: int, fused: bool
 def match(
     found: Sequence[Execution], ticks: Sequence[Sequence[Unit]], where: str
 ) -> list[tuple[Unit, Execution]]:
-    """Each unit of a rank's ticks, and its execution; among equal kinds in a tick in order of time.
+    """Pair each unit of a rank's ticks with its execution; equal kinds within a tick are paired in order of time.
 
     Raises:
-      ProfileError: they are not the same units in the same order.
+      ProfileError: the executions are not the same units in the same order.
     """
     expected = sum(map(len, ticks))
     if len(found) != expected:

@@ -1,4 +1,4 @@
-"""A step's timeline from its trace, the costs of its units, and what the schedule would take at these costs."""
+"""A step's timeline from its trace, the costs of its units, and the schedule simulated at these costs."""
 
 import dataclasses
 import statistics
@@ -29,7 +29,7 @@ class Measured:
     Attributes:
       schedule: the schedule that the step runs.
       units: the units of each rank in the order of the table, each with its start and end in the median step.
-      durations: kind of unit -> the time of each execution, over all ranks and steps.
+      durations: for each kind of unit, the durations of all its executions, over all ranks and steps.
       num_steps: number of steps in the trace.
     """
 
@@ -45,6 +45,7 @@ class Measured:
 
     @property
     def busy(self) -> tuple[float, ...]:
+        """The time in which each rank ran a unit, in milliseconds."""
         return tuple(_covered([(e.start, e.end) for _, e in rank]) for rank in self.units)
 
     @property
@@ -65,10 +66,11 @@ class Measured:
 
     @property
     def theory(self) -> Timeline:
+        """The schedule simulated at the measured costs."""
         return simulate(self.schedule, self.costs)
 
     def spans(self) -> dict[Action, tuple[float, float]]:
-        """When each action ran."""
+        """The start and the end of each action, in milliseconds."""
         found: dict[Action, tuple[float, float]] = {}
         for rank in self.units:
             for unit, execution in rank:
@@ -78,7 +80,7 @@ class Measured:
         return found
 
     def times(self) -> tuple[list[list[float]], list[list[float]]]:
-        """When each slot of each rank's order started and ended: a pair from its first start to its last end."""
+        """Starts and ends of the slots of each rank's order; a pair lasts from its first start to its last end."""
         spans, orders = self.spans(), self.schedule.orders
         starts = [[min(spans[action][0] for action in slot) for slot in order] for order in orders]
         return starts, [[max(spans[action][1] for action in slot) for slot in order] for order in orders]
@@ -109,13 +111,13 @@ def measure(
 ) -> Measured:
     """Read a step's timeline from a trace.
 
-    A rank's unit runs from its start on the first of the rank's devices to its end on the last: what a device waits in
-    it for the others is in it.
+    A rank's unit runs from its start on the first of the rank's devices to its end on the last: the time that a device
+    waits in it for the others is included.
 
     Args:
       events: the trace's events, from ``read_events``.
       module: the program that was traced, from ``inspect.read``.
-      schedule: the schedule that it runs.
+      schedule: the schedule that the program runs.
       devices: for each rank, the numbers of its devices.
 
     Raises:

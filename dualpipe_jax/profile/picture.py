@@ -1,4 +1,4 @@
-"""Timelines above each other on one axis, as a picture."""
+"""A picture of several timelines above each other, on one time axis."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ _WIDTH, _LEFT, _RIGHT, _ROW, _HEAD, _GAP, _FOOT = 15.0, 0.75, 0.25, 0.34, 0.5, 0
 
 
 def draw(timelines: Sequence[Drawn], path: Path, title: str) -> "Figure":
-    """Draw timelines above each other, all to the longest one's scale.
+    """Draw timelines above each other, all to the scale of the longest one.
 
     Raises:
       ValueError: if the path ends in neither .svg nor .png.
@@ -43,7 +43,7 @@ def draw(timelines: Sequence[Drawn], path: Path, title: str) -> "Figure":
 
 
 def _draw_one(axes: "Axes", one: Drawn, longest: float, points: float) -> None:
-    """``points`` of the page to one unit of time."""
+    """Draw one timeline. ``points``: the points of the page for one unit of time."""
     from matplotlib.patches import Rectangle
 
     for rank in range(one.ranks):

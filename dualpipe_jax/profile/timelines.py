@@ -1,4 +1,4 @@
-"""Timelines of a step as the report draws them: boxes by rank, and the group that shares an axis."""
+"""Timelines of a step in the form that the report draws: boxes by rank, and a group of timelines on one axis."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from dualpipe_jax.schedule.ir import Action, Op, Schedule
 from dualpipe_jax.schedule.simulate import Timeline
 
 FILE = "timeline.json"
-"""The file in a run's profile folder that holds what ``Drawn.together`` takes."""
+"""The file in a run's profile folder that holds the timelines that ``Drawn.together`` takes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,14 +19,15 @@ class Drawn:
     """A timeline to be drawn.
 
     Attributes:
-      title: above it.
-      unit: of time, as the axis says.
-      ranks: rows.
-      makespan: from the start of the first to the end of the last, in ``unit``.
-      bubble: share of all ranks' time in which they idle.
-      boxes: [rank, part, parts, start, end, colour, ink, label, title] of each action; of a pair part 0 and 1 of 2.
+      title: the title above it.
+      unit: the unit of time, for the axis.
+      ranks: the number of ranks; each has a row.
+      makespan: the time from the start of the first action to the end of the last, in ``unit``.
+      bubble: the share of all ranks' time in which they idle.
+      boxes: [rank, part, parts, start, end, colour, ink, label, title] of each action; those of a pair are parts 0 and
+        1 of 2.
       pairs: [rank, start, end] of each overlapped pair.
-      legend: [colour, name] of what is in it.
+      legend: [colour, name] of each kind of box and frame in it.
     """
 
     title: str
@@ -40,7 +41,7 @@ class Drawn:
 
     @staticmethod
     def together(several: Sequence["Drawn"]) -> dict[str, Any]:
-        """Timelines as page.js wants those of one axis."""
+        """The group of timelines that page.js draws on one axis."""
         return {
             "legend": max((one.legend for one in several), key=len),
             "timelines": [dataclasses.asdict(one) for one in several],
@@ -48,7 +49,7 @@ class Drawn:
 
 
 def drawn(timeline: Timeline, title: str, unit: str) -> Drawn:
-    """A simulated timeline as it is to be drawn."""
+    """The drawing of a simulated timeline."""
     facts = f"{title}: bubble {timeline.bubble:.1%}, {timeline.makespan:,.4g} {unit}"
     spans = {
         action: (start, end)
@@ -69,9 +70,9 @@ def boxes_of(
     *,
     fused: bool = True,
 ) -> Drawn:
-    """A timeline of times that come from wherever: of each action when it started and ended.
+    """The drawing of a timeline from the start and the end of each action, measured or simulated.
 
-    ``fused``: whether pairs stand in one frame, the forward above, or each half by itself, as high as the others.
+    ``fused``: whether a pair is drawn in one frame, the forward above, or as two boxes of a row's full height.
     """
     boxes, pairs = [], []
     shades = num_shades(schedule.placement)
@@ -96,7 +97,10 @@ def boxes_of(
 
 
 def timelines(folder: Path) -> list[Drawn]:
-    """Those that a run's profile left: measured first, then simulated at the measured costs; none without one."""
+    """Read the timelines of a run's profile: the measured one, then the one simulated at the measured costs.
+
+    Empty if the run has no profile.
+    """
     path = folder / "profile" / FILE
     if not path.is_file():
         return []

@@ -1,4 +1,4 @@
-"""What a profile leaves: the measured timeline beside theory as picture, trace and data, and costs to replay."""
+"""Write a profile: the measured timeline beside the simulated one as picture, trace and data, and costs to replay."""
 
 import dataclasses
 import json
@@ -25,8 +25,8 @@ def write_profile(measured: Measured, folder: Path, devices: Sequence[Any]) -> s
     Perfetto, and timeline.png where matplotlib is installed.
 
     Args:
-      measured: from ``measure``.
-      folder: made if it does not exist.
+      measured: the result of ``measure``.
+      folder: the folder to write to; made if it does not exist.
       devices: the devices of the mesh.
     """
     theory = measured.theory
@@ -48,7 +48,7 @@ def write_profile(measured: Measured, folder: Path, devices: Sequence[Any]) -> s
 
 
 def summary(measured: Measured, theory: Timeline, crowd: str) -> str:
-    """Bubble and length of a step, measured and by theory, and the costs that theory was given."""
+    """A text with the bubble and the length of a step, measured and simulated, and the costs of the simulation."""
     costs, schedule = measured.costs, measured.schedule
     ticks = lower(schedule, costs).makespan(costs)
     even = simulate(schedule).bubble
@@ -64,7 +64,7 @@ def summary(measured: Measured, theory: Timeline, crowd: str) -> str:
 
 
 def draw_measured(measured: Measured, crowd: str) -> Drawn:
-    """The measured timeline as it is to be drawn: halves of a pair that is no unit of its own stand by themselves."""
+    """The drawing of the measured timeline; where pairs are not units of their own, their halves are separate boxes."""
     title = f"measured: bubble {measured.bubble:.1%}, {measured.makespan:,.4g} ms{crowd and f'; {crowd}'}"
     fused = any(unit.kind == "FB" for rank in measured.units for unit, _ in rank)
     return boxes_of(
@@ -83,7 +83,7 @@ def perfetto(measured: Measured, theory: Timeline) -> dict[str, Any]:
 
 
 def _named(trace: dict[str, Any], what: str, apart: int) -> list[dict[str, Any]]:
-    """A trace's events with processes and arrows numbered further on, and processes named for what they show."""
+    """A trace's events: ``apart`` is added to process numbers, ``what`` is put before process names and arrows' ids."""
     events = []
     for event in trace["traceEvents"]:
         event = event | {"pid": event["pid"] + apart}
@@ -98,7 +98,7 @@ def _named(trace: dict[str, Any], what: str, apart: int) -> list[dict[str, Any]]
 
 
 def _crowd(devices: Sequence[Any]) -> str:
-    """A warning where devices are not real: their times are those of a crowd on few cores."""
+    """A warning where several virtual devices share the CPU's cores, which makes their times long; else empty."""
     cores = os.cpu_count() or 1
     if devices[0].platform != "cpu" or len(devices) <= 1:
         return ""
