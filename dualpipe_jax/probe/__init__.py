@@ -1,4 +1,4 @@
-"""What works on the devices at hand, and how fast they are: to be run first on a real machine.
+"""Test what works on this machine's devices, and how fast they are. Run it first on a real machine.
 
-``dualpipe probe`` starts ``python -m dualpipe_jax.probe`` in a process of its own, for what is tried may hang.
+``dualpipe probe`` starts ``python -m dualpipe_jax.probe`` in a process of its own, because an experiment may hang.
 """

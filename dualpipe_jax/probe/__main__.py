@@ -1,4 +1,4 @@
-"""The process in which experiments run, for they may hang; see ``dualpipe_jax.worker``."""
+"""The process in which experiments run, because they may hang; see ``dualpipe_jax.worker``."""
 
 import sys
 from collections.abc import Iterator
@@ -8,7 +8,10 @@ from dualpipe_jax.worker import serve
 
 
 def answers(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """JAX is imported here, when the parent counts the time already: to find devices may take forever."""
+    """Run the experiments that are asked for.
+
+    JAX is imported here, when the parent's time limit holds already: finding devices may take forever.
+    """
     from dualpipe_jax.probe.experiments import experiment
 
     return experiment(asked)

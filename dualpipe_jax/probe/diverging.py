@@ -1,4 +1,4 @@
-"""Do ranks get by when only some of them work in a tick? Small programs of which NumPy says what must come out."""
+"""Test whether ranks may diverge, so that only some work in a tick: small programs, checked against NumPy."""
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,14 @@ TICKS = 12
 
 
 def diverging(place: Place, form: Divergence, *, exchange: bool = False, beside: bool = False) -> str:
-    """What is wrong with guards of a form; empty if nothing is.
+    """What is wrong with guards of a form, in words; empty if nothing is.
 
-    Ticks of which each rank takes its own: x becomes 1.5 x + 1 on the ranks that work.
+    Each rank works in ticks of its own: x becomes 1.5 x + 1 on the ranks that work.
 
-    Arguments:
-      exchange: an all-to-all within the rank's group comes first, which the other ranks do not meet.
-      beside: what a rank made in the tick before goes to the next rank while the guard runs, as the engine's sends do.
+    Args:
+      exchange: whether the work starts with an all-to-all within the rank's group, in which other ranks take no part.
+      beside: whether the result of the tick before is sent to the next rank while the guard runs, like the engine's
+        sends.
     """
     around = [(rank, (rank + 1) % place.pp) for rank in range(place.pp)]
 
@@ -41,14 +42,15 @@ def diverging(place: Place, form: Divergence, *, exchange: bool = False, beside:
 
     rng = np.random.default_rng(0)
     wanted = rng.integers(0, 2, (place.pp, TICKS)).astype(bool)
-    wanted[:, 0] = np.arange(place.pp) % 2  # in this one groups part ways whatever was drawn
+    # In the first tick neighbouring ranks diverge whatever was drawn.
+    wanted[:, 0] = np.arange(place.pp) % 2
     x = rng.standard_normal((place.pp, place.ep, place.ep, 256 if place.is_small else 1 << 16), np.float32)
     found = place.on_devices(run)(x, np.repeat(wanted[:, None], place.ep, axis=1))
     return difference(place.fetch(found), expected(x, wanted, exchange=exchange, beside=beside))
 
 
 def expected(x: np.ndarray, wanted: np.ndarray, *, exchange: bool, beside: bool) -> np.ndarray:
-    """The same in NumPy; x [pp, ep, ep, n], wanted [pp, ticks]."""
+    """The results of the same ticks in NumPy; x [pp, ep, ep, n], wanted [pp, ticks]."""
     for tick in range(wanted.shape[1]):
         arrived = np.roll(x, 1, axis=0) / 8 if beside else 0
         made = 1.5 * (x.swapaxes(1, 2) if exchange else x) + 1
@@ -57,7 +59,10 @@ def expected(x: np.ndarray, wanted: np.ndarray, *, exchange: bool, beside: bool)
 
 
 def permute_inside(place: Place) -> str:
-    """A permute among some ranks that others do not come to, which the engine never does: a hang is to be expected."""
+    """What is wrong with a permute that only some ranks reach; empty if nothing is.
+
+    The engine never does this, and a hang is to be expected.
+    """
 
     def run(x: jax.Array, wanted: jax.Array) -> jax.Array:
         around = [(device, (device + 1) % place.ep) for device in range(place.ep)]
@@ -71,16 +76,16 @@ def permute_inside(place: Place) -> str:
 
 
 def difference(got: np.ndarray, wanted: np.ndarray) -> str:
-    """What is to be said of two arrays; empty if they are the same but for rounding."""
+    """How far two arrays differ, in words; empty if they are the same up to rounding."""
     off = np.abs(got - wanted).max() / max(float(np.abs(wanted).max()), 1e-30)
     return "" if off <= 1e-5 else f"wrong results, off by {off:.1e} of the largest"
 
 
 def has_groups(place: Place) -> str:
-    """Why nothing can be said of all-to-alls here; empty if something can."""
+    """Why all-to-alls cannot be tested on these devices; empty if they can."""
     return "" if place.ep > 1 else f"--{EP} 1: a group of one device has no all-to-all"
 
 
 def has_ranks(place: Place) -> str:
-    """Why nothing can be said of ranks that part ways; empty if something can."""
+    """Why diverging ranks cannot be tested on these devices; empty if they can."""
     return "" if place.pp > 1 else f"--{PP} 1: one rank cannot part ways with another"

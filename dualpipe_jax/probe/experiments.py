@@ -1,4 +1,4 @@
-"""All experiments by name. The names stand in ``findings``, which needs no JAX."""
+"""All experiments by name. The names are listed in ``findings``, which imports no JAX."""
 
 import functools
 import os
@@ -19,7 +19,7 @@ Experiment = Callable[[Place], dict[str, Any]]
 
 
 def _trial(works: Callable[[Place], str], *needs: Callable[[Place], str]) -> Experiment:
-    """Works or not: {"ok": True} or {"ok": False, "why": ...}; or {"skipped": why}."""
+    """An experiment with the result {"ok": True} or {"ok": False, "why": ...}; {"skipped": why} if a need is unmet."""
 
     def run(place: Place) -> dict[str, Any]:
         wrong = works(place)
@@ -64,11 +64,15 @@ EXPERIMENTS: Mapping[str, Experiment] = {
 
 
 def experiment(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What is asked for, one after another: {"devices": ..., "results": {name: ...}}, growing."""
-    if asked.get("sums_in_order"):  # XLA reads it when it first looks for devices
+    """Run the experiments that are asked for, one after another.
+
+    Yields {"devices": ..., "results": {name: ...}}, first without results and then after each experiment.
+    """
+    # XLA reads its flags when it first looks for devices.
+    if asked.get("sums_in_order"):
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {IN_ORDER}"
     if several := asked.get("processes"):
-        # Where it meets the others and nowhere else: the service trusts whoever reaches it.
+        # The coordinator binds to the processes' common address alone, because it trusts whoever reaches it.
         address = several["coordinator"]
         jax.distributed.initialize(
             address,
@@ -85,7 +89,8 @@ def experiment(asked: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         say(name)
         try:
             found["results"][name] = EXPERIMENTS[name](place)
-        except Exception as error:  # whatever it is, it is what happens here
+        # Any error is a finding about these devices.
+        except Exception as error:
             words = str(error).strip().splitlines() or [""]
             found["results"][name] = {"ok": False, "why": f"{type(error).__name__}: {words[0][:300]}"}
         yield found

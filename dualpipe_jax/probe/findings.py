@@ -1,4 +1,4 @@
-"""What experiments found, in words and as a file of rates. No JAX: this is the side that never hangs."""
+"""Results of experiments in words, and as a file of rates. No JAX is imported: the parent process must never hang."""
 
 import dataclasses
 import statistics
@@ -8,7 +8,7 @@ from typing import Any, Literal
 Form = Literal["loop", "switch", "none"]
 
 BARE: tuple[Form, ...] = ("loop", "switch")
-"""Forms in which ranks part ways."""
+"""Forms of guards in which ranks diverge."""
 
 FORMS: tuple[Form, ...] = (*BARE, "none")
 
@@ -18,10 +18,10 @@ TRIALS = {
     "permute-beside": "a late permute of all ranks beside such a {}",
     "units": "all units of the engine, compared with plain JAX",
 }
-"""What each form has to stand, in the order in which it is tried. ``units`` alone is tried without guards, too."""
+"""The trials that each form has to pass, in order. Without guards ("none") only ``units`` is tried."""
 
 PERMUTE_INSIDE = "permute-inside"
-"""Only on request: the engine does without."""
+"""An experiment that is run only on request: the engine does not need what it tries."""
 
 MEASURES = {
     "cost-loop": "a tick's guards, as loops",
@@ -39,7 +39,7 @@ MEASURES = {
 }
 
 IN_ORDER = "repeats-in-order"
-"""In a process of its own, for XLA reads its flags once."""
+"""An experiment that runs in a process of its own, because XLA reads its flags once."""
 
 REPEATS = ("repeats", IN_ORDER)
 
@@ -48,16 +48,16 @@ ALL = (
     *(f"units-{form}" for form in FORMS),
     *MEASURES,
 )
-"""Names of the experiments, as they are done if nothing else is asked for."""
+"""Names of the experiments that are run by default, in order."""
 
 _NAMES = {"loop": "loop of zero or one trips", "switch": "conditional"}
 _SLOW = 0.7
-"""A group's rate in the median of all below which it is worth a mention."""
+"""A group is reported as slow if its rate is below this share of the median of all groups."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What to do.
+    """The setting to use, and why.
 
     Attributes:
       divergence: the setting of ``Pipeline(divergence=...)``; None if none works, or too little was tried to tell.
@@ -117,7 +117,7 @@ def _repeated(result: Mapping[str, Any]) -> str:
 
 
 def verdict(results: Mapping[str, Mapping[str, Any]], usual: Form) -> Verdict:
-    """The setting to use: ``usual``, the engine's default there, where it works, else the next that does."""
+    """The setting to use: ``usual``, the engine's default on these devices, if it works, else the next that does."""
     order = (usual, *(form for form in FORMS if form != usual))
     states = {form: stands(results, form) for form in FORMS}
     setting = next((form for form in order if states[form]), None)
@@ -126,7 +126,7 @@ def verdict(results: Mapping[str, Mapping[str, Any]], usual: Form) -> Verdict:
 
 
 def stands(results: Mapping[str, Mapping[str, Any]], form: str) -> bool | None:
-    """Whether a form passed all of its trials; None if the last of them, the units, was not done."""
+    """Whether a form passed its trials; None if none of them failed, and the last, the units, was not run."""
     found = [results.get(f"{trial}-{form}", {}).get("ok") for trial in TRIALS]
     return False if False in found else found[-1]
 
@@ -196,15 +196,18 @@ _RATES: Mapping[str, tuple[str, str | tuple[str, ...]]] = {
     "products": ("rate-products", "products"),
     "attention": ("rate-attention", ("forward", "backward")),
 }
-"""A rate in the file -> the experiment that finds it, and what is kept of its result: one figure, or several."""
+"""For each rate in the file, the experiment that measures it, and the keys of its result that are kept.
+
+A single key keeps its figure alone, several are kept with their keys.
+"""
 
 
 def rates_file(found: Mapping[str, Any], divergence: str | None) -> dict[str, Any]:
-    """What ``dualpipe overlap`` and ``dryrun`` read as --rates, ``choose`` and ``search`` as --costs.
+    """The file that ``dualpipe overlap`` and ``dryrun`` read as --rates, ``choose`` and ``search`` as --costs.
 
-    rates: bytes a second ("all-to-all", "permute", each with its latency in seconds, "memory"), operations a second
-    ("flops" of a large product; "products", each with its size in operations; "attention", "forward" and "backward";
-    "grouped"), seconds ("guards"). costs: milliseconds of ``layer``.
+    "rates" are bytes a second ("all-to-all" and "permute", each with its latency in seconds; "memory"), operations a
+    second ("flops" of a large product; "products", each with its size in operations; "attention", with "forward" and
+    "backward"; "grouped"), and seconds ("guards"). "costs" are the times of ``layer`` in milliseconds.
     """
     results = {name: result for name, result in found["results"].items() if "ok" not in result}
     rates: dict[str, Any] = {}

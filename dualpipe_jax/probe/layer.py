@@ -1,4 +1,4 @@
-"""What a layer's forward, backward, halves and pair take on these devices: relative costs for schedules."""
+"""Times of a layer's forward, backward, its two halves, and a pair on these devices: relative costs for schedules."""
 
 import math
 from typing import Any
@@ -13,14 +13,14 @@ from dualpipe_jax.probe.place import Place, seconds
 from dualpipe_jax.split import split_backward
 
 LAYERS = 2
-"""Layers of a stage: collectives of a pair need something to take turns with."""
+"""Number of layers of a stage: more than one, so that a pair's collectives can alternate with each other's work."""
 
 
 def layer(place: Place) -> dict[str, Any]:
     """Seconds of F, B, I, W and FB of a stage of layers, each compiled alone, on all devices at once.
 
-    A layer is a residual matmul and one expert of every device, to which tokens go and come by all-to-alls. What F, I
-    and W cost of each other depends on the model: these are for a first look, a profiled run's for the model itself.
+    A layer is a residual matmul and one expert on every device; all-to-alls send tokens to the experts and back. The
+    ratios of F, I and W depend on the model: these costs are for a first look, a profiled run's for the model itself.
     """
     tokens, width, hidden = (64, 64, 128) if place.is_small else (4096, 2048, 4096)
     tokens = math.ceil(tokens / place.ep) * place.ep
@@ -56,7 +56,7 @@ def layer(place: Place) -> dict[str, Any]:
 
 
 def stage(params: Any, x: jax.Array) -> jax.Array:
-    """x [tokens, width] of a device; written out layer by layer, that a pair's collectives may take turns."""
+    """A stage; x [tokens, width] of a device. The layers are unrolled, so that a pair's collectives can alternate."""
     for p in params:
         x = x + jax.nn.gelu(x @ p["mix"])
         arrived = _exchange(x)

@@ -1,6 +1,6 @@
-"""What one device does of a model's parts: products by size, causal attention, products of unequal groups.
+"""Rates of one device in the parts of a model: products by size, causal attention, products of unequal groups.
 
-By the kernels that the library has for it, or that JAX has: a model's own may be others.
+The kernels are this library's, or JAX's; a model may use others.
 """
 
 import math
@@ -18,7 +18,7 @@ from dualpipe_jax.probe.timing import product
 def products(place: Place) -> dict[str, Any]:
     """Operations a second in products of square matrices of several widths; a product's size is in operations."""
     widths = (64, 128, 256, 512) if place.is_small else (512, 1024, 2048, 4096, 8192)
-    # As much work for each, but no more than a thousand products: so many take longer than a call.
+    # Each width does the same work, but at most 1000 products: these take longer than the call's own overhead.
     rates = {width: product(place, width, min(1000, 10 * (widths[-1] // width) ** 3)) for width in widths}
     return {
         "products": [
@@ -29,9 +29,9 @@ def products(place: Place) -> dict[str, Any]:
 
 
 def attention(place: Place) -> dict[str, Any]:
-    """Operations a second of causal attention, of which half of the scores count: cuDNN's on a GPU, else JAX's own.
+    """Operations a second of causal attention, by cuDNN on a GPU, else by JAX's own kernel; half of the scores count.
 
-    A forward multiplies twice, a backward five times, as ``inspect.roofline`` counts.
+    A forward has two products, a backward five, as ``inspect.roofline`` counts.
     """
     tokens, heads, width = (256, 2, 64) if place.is_small else (4096, 32, 128)
     kernel: Literal["cudnn", "xla"] = "cudnn" if place.mesh.devices.flat[0].platform == "gpu" else "xla"
@@ -52,7 +52,7 @@ def attention(place: Place) -> dict[str, Any]:
     operations = 2 * heads * tokens**2 * width
     return {
         "forward": operations / took,
-        # On a busy machine the two may take as long: then a backward goes at a forward's rate.
+        # On a busy machine both calls may take equally long: then the backward gets the forward's rate.
         "backward": 2.5 * operations / rest if rest > 0 else operations / took,
         "kernel": kernel,
         "of": f"{heads} heads of {width}, {tokens} tokens, {place.dtype.name}",
@@ -60,7 +60,7 @@ def attention(place: Place) -> dict[str, Any]:
 
 
 def grouped(place: Place) -> dict[str, Any]:
-    """Operations a second of products of eight unequal groups of rows, forward and both backwards together."""
+    """Operations a second of products of eight unequal groups of rows: the forward and both gradients together."""
     rows, dim, hidden = (64, 64, 128) if place.is_small else (4096, 4096, 2048)
     sizes = rows + rows // 8 * np.array([-4, 4, 1, -1, -6, 6, -2, 2], np.int32)
     device = place.mesh.devices.flat[0]

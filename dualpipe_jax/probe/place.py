@@ -1,4 +1,4 @@
-"""Where experiments take place: a mesh, and what suits its devices."""
+"""The mesh on which experiments run, and the settings that suit its devices."""
 
 import dataclasses
 import time
@@ -21,7 +21,7 @@ class Place:
 
     Attributes:
       mesh: ("dp", "pp", "ep").
-      options: for the compiler.
+      options: the compiler's options.
       is_small: whether these are CPU devices, on which anything large takes minutes.
     """
 
@@ -31,7 +31,10 @@ class Place:
 
     @classmethod
     def make(cls, pp: int | None = None, ep: int | None = None) -> "Place":
-        """A mesh of all devices: two ranks and the rest in groups, if nothing else is asked for and that comes out.
+        """Make the mesh; every size that is None follows from the number of devices.
+
+        With neither given there are two ranks if the number of devices is even, else a rank for each device. With one
+        given, the other takes the rest of the devices.
 
         Raises:
           ValueError: more devices are asked for than there are.
@@ -47,7 +50,7 @@ class Place:
 
     @property
     def dtype(self) -> np.dtype:
-        """What large things are computed in."""
+        """The dtype of large computations: bfloat16, but float32 on CPU."""
         return np.dtype(jnp.float32 if self.is_small else jnp.bfloat16)
 
     @property
@@ -60,17 +63,20 @@ class Place:
 
     @property
     def is_here(self) -> bool:
-        """Whether this process drives one of its devices."""
+        """Whether this process drives one of the mesh's devices."""
         return any(device.process_index == jax.process_index() for device in self.mesh.devices.flat)
 
     def part(self, ranks: slice) -> "Place":
-        """Some ranks alone, which the others know nothing of."""
+        """The place of some ranks alone: the other ranks take no part in its programs."""
         devices = self.mesh.devices[0, ranks]
         pp, ep = devices.shape
         return dataclasses.replace(self, mesh=make_mesh(pp, ep, [*devices.flat]))
 
     def on_devices(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Compile what each device does; arguments and results are trees of [pp, ep, ...], of which it sees [...]."""
+        """Compile a function that runs on each device.
+
+        Arguments and results are trees of arrays [pp, ep, ...], of which the function sees its device's [...].
+        """
         spec = PartitionSpec(PP, EP)
 
         def on_device(*own: Any) -> Any:
@@ -81,12 +87,12 @@ class Place:
         return jax.jit(run, compiler_options=self.options)
 
     def put(self, tree: Any) -> Any:
-        """Arrays [pp, ep, ...], each device's part where it belongs; of several processes each puts its own."""
+        """Shard arrays [pp, ep, ...] over the devices; each process puts the parts of its own devices."""
         sharding = NamedSharding(self.mesh, PartitionSpec(PP, EP))
         return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), tree)
 
     def fetch(self, tree: Any) -> Any:
-        """All of what devices made, as NumPy's, in every process."""
+        """Gather the devices' arrays as whole NumPy arrays, in every process."""
         if jax.process_count() > 1:
             everywhere = NamedSharding(self.mesh, PartitionSpec())
             tree = jax.jit(lambda tree: tree, out_shardings=everywhere)(tree)
@@ -94,7 +100,7 @@ class Place:
 
 
 def seconds(call: Callable[[], Any], repeats: int = 3) -> float:
-    """The shortest time that a call takes, of some after one that compiles."""
+    """The shortest time of ``repeats`` calls in seconds, after one call that compiles."""
     jax.block_until_ready(call())
     taken = []
     for _ in range(repeats):

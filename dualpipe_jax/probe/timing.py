@@ -1,4 +1,4 @@
-"""How fast the devices are: guards, links, matrix products, copies. Seconds, bytes a second, operations a second."""
+"""Speed of the devices: guards in seconds, links and copies in bytes a second, products in operations a second."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,13 +16,14 @@ from dualpipe_jax.parallel.p2p import send
 from dualpipe_jax.probe.place import Place, seconds
 
 UNITS = 5
-"""Guards of a tick, as the engine has for F, B, I, W and pairs: as many loops, or branches of a conditional."""
+"""Number of guards of a tick, as in the engine (F, B, I, W and pairs): five loops, or one conditional's branches."""
 
 
 def guards(place: Place, form: Divergence) -> dict[str, float]:
-    """Seconds of a tick's guards beside their work: none of them taken, and one.
+    """Seconds of a tick's guards without their work: if none of them is taken, and if one is.
 
-    Timed are ticks that do nothing else, on all devices at once, less as many that do the work unguarded.
+    Ticks that do nothing else are timed on all devices at once; the time of ticks with the same work but no guards is
+    subtracted.
     """
     ticks = 50 if place.is_small else 500
 
@@ -51,7 +52,7 @@ def guards(place: Place, form: Divergence) -> dict[str, float]:
 
 
 def all_to_alls(place: Place) -> dict[str, Any]:
-    """Rate and latency of an all-to-all within all groups at once, and each group's alone with the largest payload."""
+    """Rate and latency of an all-to-all in all groups at once, and each group's rate alone with the largest payload."""
 
     def exchange(x: jax.Array) -> jax.Array:
         return lax.all_to_all(x.reshape(place.ep, -1), EP, 0, 0).reshape(x.shape)
@@ -65,7 +66,7 @@ def all_to_alls(place: Place) -> dict[str, Any]:
 
 
 def permutes(place: Place) -> dict[str, Any]:
-    """The same of a send to the next rank, from all ranks at once, and between every two neighbours alone."""
+    """Rate and latency of a send from all ranks at once to the next one, and the rate of every two neighbours alone."""
 
     def around(count: int) -> Callable[[jax.Array], jax.Array]:
         pairs = [(rank, (rank + 1) % count) for rank in range(count)]
@@ -81,13 +82,16 @@ def permutes(place: Place) -> dict[str, Any]:
 
 
 def payloads(place: Place) -> list[int]:
-    """Bytes on each device, a multiple of the group's size."""
+    """The payloads to time: bytes on each device, a multiple of the group's size, the smallest first."""
     unit = 4 * place.ep
     return [size // unit * unit for size in ([1 << 14, 1 << 18] if place.is_small else [1 << 18, 1 << 26])]
 
 
 def line(sizes: Sequence[int], times: Sequence[float]) -> dict[str, float]:
-    """Seconds = latency + bytes / rate through the smallest and the largest; no latency where that gives none."""
+    """Fit seconds = latency + bytes / rate through the smallest and the largest payload.
+
+    Where the fit gives a negative latency or no positive rate, the latency is 0 and the rate is the largest's.
+    """
     (small, quick), (large, slow) = (sizes[0], times[0]), (sizes[-1], times[-1])
     slope = (slow - quick) / (large - small)
     latency = quick - small * slope
@@ -99,7 +103,7 @@ def line(sizes: Sequence[int], times: Sequence[float]) -> dict[str, float]:
 def _each_alone(
     parts: Mapping[str, tuple[Place, Callable[[jax.Array], jax.Array]]], size: int
 ) -> dict[str, float]:
-    """Bytes a second of each part, one part after the other; of several processes those take part that it has."""
+    """Bytes a second of each part, one part after the other; only processes with a device of the part time it."""
     rates = []
     for name, (part, once) in parts.items():
         multihost_utils.sync_global_devices(name)
@@ -109,7 +113,7 @@ def _each_alone(
 
 
 def _chain(place: Place, once: Callable[[jax.Array], jax.Array], size: int) -> float:
-    """Seconds of one of some collectives after each other, on float32 arrays of as many bytes a device."""
+    """Seconds of one collective in a chain of several, on float32 arrays of ``size`` bytes on each device."""
     times = 4 if place.is_small else 20
     step = place.on_devices(repeated(once, times))
     x = place.put(np.zeros((place.pp, place.ep, size // 4), np.float32))
@@ -117,7 +121,7 @@ def _chain(place: Place, once: Callable[[jax.Array], jax.Array], size: int) -> f
 
 
 def repeated(once: Callable[[jax.Array], jax.Array], times: int) -> Callable[[jax.Array], jax.Array]:
-    """A function that does so often, one after the other, what is done once."""
+    """A function that applies ``once`` ``times`` times, one after the other."""
     return lambda x: lax.scan(lambda x, _: (once(x), None), x, None, times)[0]
 
 
@@ -128,18 +132,19 @@ def matmuls(place: Place) -> dict[str, Any]:
 
 
 def product(place: Place, size: int, times: int) -> float:
-    """Operations a second of one device in some products of square matrices, one after the other.
+    """Operations a second of one device in ``times`` products of square matrices, one after the other.
 
-    Of random numbers: constants take less power, and a GPU that is bound by its power multiplies them a tenth faster.
+    Matrices are random: constants take less power, and a GPU that is bound by its power multiplies them a tenth faster.
     """
+    # Divided by sqrt(size), so that the numbers of products stay of the same size.
     drawn = np.random.default_rng(0).standard_normal((2, size, size), np.float32) / math.sqrt(size)
-    x, w = (jnp.asarray(matrix, place.dtype) for matrix in drawn)  # products keep the size of their numbers
+    x, w = (jnp.asarray(matrix, place.dtype) for matrix in drawn)
     step = jax.jit(lambda x, w: repeated(lambda x: x @ w, times)(x), compiler_options=place.options)
     return 2 * size**3 * times / seconds(lambda: step(x, w))
 
 
 def copies(place: Place) -> dict[str, Any]:
-    """Bytes a second, read plus written, that one device passes through its memory."""
+    """Bytes a second of a copy in one device's memory, read plus written."""
     size, times = (1 << 22 if place.is_small else 1 << 27), 10
     step = jax.jit(repeated(jnp.negative, times), compiler_options=place.options)
     x = jnp.ones(size, jnp.float32)

@@ -16,12 +16,13 @@ from dualpipe_jax.probe.place import Place
 from dualpipe_jax.schedule import Schedule, dualpipe, dualpipe_v
 
 WIDTH, TOKENS, VOCAB = 8, 2, 11
-"""TOKENS of each device for each expert; as many experts as devices in a group."""
+"""The model's width, the tokens of each device for each expert, and the vocabulary. A group's device has one expert."""
 RUNS = 5
+"""Number of runs of a step whose bits are compared."""
 
 
 def units(place: Place, form: Divergence) -> str:
-    """What is wrong with a step whose ranks part ways in a form; empty if nothing is."""
+    """What is wrong with a step whose ranks diverge in a form; empty if nothing is."""
     pipeline, params, batch = tiny_pipeline(place, form)
     with jax.default_matmul_precision("highest"):
         step = jax.jit(pipeline.value_and_grad, compiler_options=place.options)
@@ -31,9 +32,10 @@ def units(place: Place, form: Divergence) -> str:
 
 
 def repeats(place: Place) -> dict[str, Any]:
-    """Whether a step gives the same bits when it is run again: its leaves that differ in any of ``RUNS`` runs.
+    """Whether a step gives the same bits when it is run again: the leaves that differ in any of ``RUNS`` runs.
 
-    It sums up what GPUs sum in whatever order threads come: the gradient of an embedding whose rows many tokens share.
+    The step has a sum that GPUs add up in the order in which threads arrive: the gradient of an embedding whose rows
+    many tokens share.
     """
     sizes = (16, 32) if place.is_small else (512, 2048)
     pipeline, params, batch = tiny_pipeline(place, "loop", *sizes)
@@ -52,7 +54,7 @@ def _bits(made: Any) -> Iterator[tuple[str, bytes]]:
 def tiny_pipeline(
     place: Place, form: Divergence, width: int = WIDTH, each: int = TOKENS
 ) -> tuple[Pipeline, Any, Any]:
-    """The engine with a tiny model, parameters and a batch for it; ``each`` tokens of a device for each expert."""
+    """The engine with a tiny model, its parameters and a batch; ``each``: the tokens of a device for each expert."""
     schedule = dualpipe(place.pp, 2 * place.pp) if place.pp % 2 == 0 else dualpipe_v(place.pp, 2 * place.pp)
     pipeline = Pipeline(
         staged(PipelineModel(embed, stage, head_loss), schedule.placement.num_model_stages),
@@ -66,12 +68,15 @@ def tiny_pipeline(
 
 
 def embed(p: Any, tokens: jax.Array) -> jax.Array:
-    """Tokens [ep * TOKENS] of a device's sequences to [..., width]."""
+    """Embed the tokens [..., ep * TOKENS] of a device's sequences; returns [..., ep * TOKENS, width]."""
     return p[tokens]
 
 
 def stage(p: Any, x: jax.Array) -> jax.Array:
-    """x [1, ep * TOKENS, width] of a device: the e-th TOKENS go to expert e, which lies on device e of the group."""
+    """One stage; x [1, ep * TOKENS, width] of a device.
+
+    The e-th block of TOKENS tokens goes to expert e, on device e of the group.
+    """
     sent = x.reshape(lax.axis_size(EP), -1, x.shape[-1])
     arrived = lax.all_to_all(sent, EP, 0, 0)
     back = lax.all_to_all(jnp.tanh(arrived @ p["w"][0]), EP, 0, 0)
@@ -94,7 +99,7 @@ def plain_loss(params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
 
 
 def inputs(schedule: Schedule, ep: int, width: int, each: int) -> tuple[Any, Any]:
-    """Parameters and a batch; ``each`` tokens of a device for each expert."""
+    """Random parameters and a batch; ``each``: the tokens of a device for each expert."""
     rng = np.random.default_rng(0)
 
     def normal(*shape: int) -> np.ndarray:
@@ -108,7 +113,7 @@ def inputs(schedule: Schedule, ep: int, width: int, each: int) -> tuple[Any, Any
 
 
 def differences(found: Any, wanted: Any) -> str:
-    """The leaf that is off most; empty if none is."""
+    """The name and the error of the leaf with the largest relative error, in words; empty if all are right."""
     wanted = jax.device_get(wanted)
     worst, name = 0.0, ""
     for (path, got), want in zip(
