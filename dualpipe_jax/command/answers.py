@@ -1,4 +1,4 @@
-"""Answers about plans for one target, from the cache or a child process, and what they tell of the program."""
+"""Answers about plans for one target, from the cache or a child process, and what they say about the program."""
 
 import os
 from collections.abc import Iterable
@@ -15,28 +15,30 @@ from dualpipe_jax.pods.results import Answer
 
 
 class Answers:
-    """Asks about plans for a target, and keeps what it was told.
+    """Asks about plans for a target, and remembers what the answers say about the program.
 
     Args:
       target: the devices.
-      cache: of answers.
-      rates: file of measured rates.
+      cache: the cache of answers.
+      rates: the file of measured rates, if there is one.
     """
 
     def __init__(self, target: str, cache: Cache, rates: Path | None):
         self.target, self.cache, self.rates = target, cache, rates
         self.is_timed = target.lower().startswith("cpu:")  # units run on this machine
-        self.sizes: set[int] = set()  # parameters of the programs
-        self.layers = 0  # of the model, where the program tells
+        # Numbers of parameters of the programs.
+        self.sizes: set[int] = set()
+        # Number of layers of the model; 0 while or where it is unknown.
+        self.layers = 0
         self.dispatches = False  # whether the program sends tokens to experts at all
         self.counted: set[Cut] = set()
         self._refused: dict[Request, CommandError] = {}
 
     def ask(self, plan: Plan, compile: str, title: str, *, hints: bool = False) -> Answer:
-        """What is known of a plan, with ``compile`` of it compiled ("nothing", its "units", or "usual" ones).
+        """The answer about a plan, with ``compile`` of it compiled ("nothing", its "units", or the "usual" ones).
 
         Raises:
-          CommandError: the plan cannot be had.
+          CommandError: the plan is impossible.
           Died: the child process ended without an answer.
         """
         rates = None if self.rates is None else str(self.rates.absolute())
@@ -60,7 +62,10 @@ class Answers:
         return known
 
     def count_at_once(self, plans: Iterable[Plan]) -> list[Answer | Exception]:
-        """What is counted of plans, or why it cannot be. Interrupted, those that have begun end first, and are kept."""
+        """The answer for each plan with nothing compiled, or the error; several plans are counted at once.
+
+        On an interrupt the counts that have begun still finish, and are cached.
+        """
 
         def count(plan: Plan) -> Answer | Exception:
             try:
@@ -77,12 +82,12 @@ class Answers:
                 raise
 
     def raise_if_shared(self, error: Exception | None, other: Plan) -> None:
-        """Raise a plan's error if ``other``, the most different one, has it: then no plan can be had."""
+        """Raise a plan's error if ``other``, the most different plan, has the same one: then every plan has it."""
         if error is not None and self.is_shared(error, other):
             raise error
 
     def is_shared(self, error: Exception | None, other: Plan) -> bool:
-        """Whether a plan's error, if it is more than a process that died, is another plan's word for word."""
+        """Whether another plan has the same error, word for word; never for a process that died."""
         if not isinstance(error, CommandError):
             return False
         try:
@@ -90,9 +95,10 @@ class Answers:
         except CommandError as its:
             return str(its) == str(error)
         except Died:
-            pass  # told when its turn comes
+            # Reported when this plan's turn comes.
+            pass
         return False
 
 
 _AT_ONCE = min(4, os.cpu_count() or 1)
-"""Plans that are counted at once: each takes one core, and a gigabyte for DeepSeek-V3."""
+"""Number of plans that are counted at once: each takes one core, and a gigabyte of memory for DeepSeek-V3."""

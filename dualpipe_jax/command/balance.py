@@ -1,4 +1,4 @@
-"""`dualpipe balance`: experts over devices, by their loads."""
+"""`dualpipe balance`: place experts on devices by their loads."""
 
 import dataclasses
 import json
@@ -19,7 +19,7 @@ from dualpipe_jax.present.numbers import amount, how_many, percent
 from dualpipe_jax.present.table import Table
 
 MOST_OF_A_LAYER, MOST_SLOTS = 65_536, 1_000_000
-"""Slots of a layer and of all layers that are filled in minutes."""
+"""The most slots of a layer, and of all layers together, that can be filled in minutes."""
 
 V3_EXPERT = 3 * 7168 * 2048 * 2
 """Bytes of an expert of DeepSeek-V3: three matrices in bfloat16."""
@@ -119,7 +119,7 @@ class Balance:
         return before, {"previous": before} if layout.num_groups is None else {}
 
     def _deepseek(self, loads: np.ndarray, before: Placement, layout: Layout) -> list[Row]:
-        """DeepSeek's answer to the same layout, where it has one."""
+        """The row of DeepSeek's algorithm for the same layout; empty where it has no solution."""
         mean = loads if loads.ndim == 2 else loads.mean(0)
         groups = layout.num_groups or 1
         try:
@@ -170,10 +170,10 @@ class Balance:
 
 
 def _check_size(layers: int, layout: Layout) -> None:
-    """Whether so many slots can be filled in minutes.
+    """Refuse more slots than can be filled in minutes.
 
     Raises:
-      CommandError: they cannot.
+      CommandError: there are more.
     """
     slots = layout.num_replicas
     if slots > MOST_OF_A_LAYER or layers * slots > MOST_SLOTS:

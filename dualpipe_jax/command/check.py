@@ -1,4 +1,4 @@
-"""`dualpipe check`: is a file's schedule one that computes the gradients, and ends?"""
+"""`dualpipe check`: whether a file's schedule computes the gradients, and ends without a deadlock."""
 
 import dataclasses
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A process for work that takes long and may end badly: shows what it does, stops when asked, leaves nothing."""
+"""A child process for work that takes long and may crash or hang: shows its stages, stops on Ctrl-C, leaves nothing."""
 
 import contextlib
 import json
@@ -19,23 +19,23 @@ from dualpipe_jax.command.options import CommandError, Died
 from dualpipe_jax.worker import PARTIAL
 
 _EVERY = 15.0
-"""Seconds between lines that say that it still goes on, where the output is no terminal."""
+"""Seconds between lines that say that the work still goes on, where standard error is not a terminal."""
 
 _NOISE = ("Linux version", "Failed to find host bounds")
 _PATIENCE = 3.0
-"""Seconds that a process has to end when asked to."""
+"""Seconds that a process has to end after a signal."""
 
 
 Limit = Callable[[str], float]
-"""Seconds that a stage may take, by its name."""
+"""A function from a stage's name to the seconds that it may take."""
 
 
 class Hung(Died):
-    """A stage took longer than it may, and the process was ended."""
+    """A stage took longer than its limit, and the process was ended."""
 
 
 Job = tuple[Mapping[str, Any], Mapping[str, str]]
-"""A process's request, and variables of its environment."""
+"""A process's request, and additional variables of its environment."""
 
 
 def ask(
@@ -46,25 +46,25 @@ def ask(
     limit: Limit | None = None,
     beside: Sequence[Job] = (),
 ) -> dict[str, Any]:
-    """Run ``python -m module`` with a request on its standard input; what it answers.
+    """Run ``python -m module`` with a request on its standard input, and return its answer.
 
-    Its lines on standard output are the stages of its work; they are shown on standard error with the seconds
-    that have passed. On Ctrl-C, and on any other way out, it is ended with all that it has started; if this
-    process is killed, it sees its standard input close and ends by itself.
+    The lines of its standard output are the stages of its work; they are shown on standard error with the seconds
+    that have passed. On Ctrl-C and on every other exit, the process is ended with all processes that it started; if
+    this process is killed, the child sees its standard input close and ends by itself.
 
-    Arguments:
-      module: takes the name of a file, reads the request from its standard input, prints a line for each stage
-        of its work and writes its answer to the file.
-      request: for JSON. "log", the file that the process's standard error goes to, is added.
-      environment: variables besides this process's own.
-      title: what to call the work.
-      limit: how long each stage may take, the first is "starting"; None waits for as long as it goes on.
-      beside: more processes of the module that work with the first, whose answers nobody reads. All end when one of
-        them fails, and when the first has answered.
+    Args:
+      module: the name of a module that takes the name of a file, reads the request from its standard input, prints a
+        line for each stage of its work and writes its answer to the file.
+      request: the request, which is sent as JSON. "log", the file of the process's standard error, is added.
+      environment: environment variables in addition to this process's own.
+      title: the name of the work in the lines about its stages.
+      limit: how long each stage may take; the first is "starting". None: without limit.
+      beside: more processes of the module that work with the first; their answers are not read. All are ended when one
+        of them fails, and when the first has answered.
 
     Raises:
-      CommandError: what it says cannot be done.
-      Died: it ended without an answer, or one beside it did.
+      CommandError: the answer is an error.
+      Died: the process ended without an answer, or one of the others failed.
       Hung: a stage passed its limit.
     """
     with tempfile.TemporaryDirectory(prefix="dualpipe-") as folder:
@@ -81,7 +81,7 @@ def ask(
         if late is not None and not first.answered():
             raise Hung(f"no answer in {late:g} s while {stage}", stage, known)
         if not first.answered():
-            # One that a signal ended was first; the others notice that it is gone, and raise or abort.
+            # A process that a signal ended failed first; the others notice that it is gone, and raise or abort.
             late_ends = {-signal.SIGABRT, *range(256)}
             culprit = min(failed, key=lambda far: far.process.returncode in late_ends, default=first)
             stage = stage if culprit is first else culprit.last_stage()
@@ -94,7 +94,7 @@ def ask(
 
 
 class _Far:
-    """A process that works for us, and its files."""
+    """A child process and its files."""
 
     process: subprocess.Popen[str]
 
@@ -105,7 +105,7 @@ class _Far:
         self._request, self._environment = request, environment
 
     def start(self, module: str, *, listens: bool) -> None:
-        """Start it and hand over its request; its stages come through a pipe if we listen, else into a file."""
+        """Start the process and send its request; its stages go to a pipe if ``listens``, else to a file."""
         with self.errors.open("wb") as log, self._stages.open("wb") as stages:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, str(self.answer)],
@@ -114,7 +114,8 @@ class _Far:
                 stderr=log,
                 text=True,
                 env={**os.environ, **self._environment},
-                start_new_session=True,  # so that Ctrl-C comes to us alone, and its whole group can be ended
+                # So that Ctrl-C reaches this process alone, and the child's whole group can be ended.
+                start_new_session=True,
             )
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
@@ -125,19 +126,19 @@ class _Far:
         return self.answer.exists() and self.answer.stat().st_size > 0
 
     def partial(self) -> dict[str, Any]:
-        """What it is known to have found before its end."""
+        """The part of its answer that it had written before its end; empty if none."""
         partial = Path(f"{self.answer}{PARTIAL}")
         return json.loads(partial.read_text()) if partial.exists() else {}
 
     def last_stage(self) -> str:
-        """What one does to which we did not listen. gloo greets among the stages."""
+        """The last stage of a process whose stages went to a file. gloo prints lines of its own among them."""
         lines = self._stages.read_text(errors="replace").splitlines()
         return next((line for line in reversed(lines) if line and not line.startswith("[Gloo]")), "starting")
 
 
 @contextlib.contextmanager
 def _ended(all_of: Sequence[_Far]) -> Iterator[None]:
-    """Whatever happens inside, the processes and all of their groups are gone afterwards."""
+    """On leaving the context, however it ends, end the processes and their whole groups."""
     try:
         yield
     finally:
@@ -158,7 +159,10 @@ def _ended(all_of: Sequence[_Far]) -> Iterator[None]:
 
 
 def _follow(first: _Far, others: Sequence[_Far], title: str, limit: Limit | None) -> tuple[str, float | None]:
-    """Show stages until there are no more, or another process failed; the last one, and its limit if it passed that."""
+    """Show the first process's stages until it ends, passes a limit, or another process fails.
+
+    Returns its last stage, and that stage's limit if it was passed.
+    """
     process = first.process
     lines: queue.Queue[str | None] = queue.Queue()
 
@@ -185,7 +189,8 @@ def _follow(first: _Far, others: Sequence[_Far], title: str, limit: Limit | None
                 continue
             if line is None:
                 try:
-                    process.wait(allowed)  # it may hang on its way out
+                    # It may hang while it exits.
+                    process.wait(allowed)
                 except subprocess.TimeoutExpired:
                     return stage, allowed
                 return stage, None
@@ -194,9 +199,9 @@ def _follow(first: _Far, others: Sequence[_Far], title: str, limit: Limit | None
 
 
 class _Progress:
-    """A line that changes in a terminal; elsewhere a line a stage, and one now and then.
+    """A line that changes in a terminal; elsewhere a line for each stage, and one every ``_EVERY`` seconds.
 
-    Of several at once a terminal shows one.
+    Of several at once a terminal shows only one.
     """
 
     _terminal = threading.Lock()
@@ -220,7 +225,7 @@ class _Progress:
             self._terminal.release()
 
     def show(self, stage: str, elapsed: float, *, new: bool = False) -> None:
-        """The stage and the seconds since the start."""
+        """Show the stage and the seconds since the start."""
         text = f"{self.title}: {stage} ({elapsed:.0f} s)"
         if self.status is not None:
             self.status.update(text)
@@ -233,7 +238,7 @@ def _obituary(far: _Far, stage: str, which: str) -> str:
     status, errors = far.process.returncode, far.errors.read_text(errors="replace")
     how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     said = [line for line in errors.splitlines() if line.strip() and not any(n in line for n in _NOISE)]
-    # A crash prints its reason first and then, at length, where it was.
+    # A crash prints its reason first and then a long stack trace.
     reason = [line for line in said if re.match(r"F\d{4} |\w*Error|.*(Check failed|terminate called)", line)]
     words = "\n".join(f"  {line[:300]}" for line in (reason or said)[-8:])
     return f"the process{which} {how} while {stage}" + (f"; its last words:\n{words}" if words else "")

@@ -82,7 +82,7 @@ class Choose(Within):
 
 
 def _why_not(candidate: "Candidate", share: Share, limit: float) -> str:
-    """Why it is refused; memory in the unit that is named."""
+    """Why a candidate is refused; memory is in the unit that the costs name."""
     if candidate.memory and share.units.memory:
         rank = candidate.memory.index(candidate.peak)
         size = share.units.size

@@ -1,4 +1,4 @@
-"""CPU minutes: what was used, and whether a case of a search still ends in time."""
+"""The CPU minutes of a search: those used so far, and whether another case would end in time."""
 
 import contextlib
 import math
@@ -9,26 +9,30 @@ from dualpipe_jax.pods.planner import Case, num_stages
 
 
 class Clock:
-    """CPU minutes of this process and of those that it asked, from now on, and what cases took of them.
+    """CPU minutes of this process and of its children that have ended, from now on, and those of each case.
 
     Args:
-      minutes: after which no case is begun; None: no such limit.
+      minutes: the CPU minutes within which every case must be expected to end; None: no limit.
     """
 
     def __init__(self, minutes: float | None):
         self._limit = math.inf if minutes is None else minutes
         self._started = _minutes()
-        self._taken: list[tuple[int, float]] = []  # stages of a case, and its minutes
+        # Of each case the number of its stages, and its minutes.
+        self._taken: list[tuple[int, float]] = []
 
     def lasts(self, case: Case) -> bool:
-        """Whether a case would still end in time, if it takes as long as any so far: longer stages take longer."""
+        """Whether a case would still end in time, if it takes as long as any so far, or longer if its stages are fewer.
+
+        Fewer stages are longer ones, and take longer in proportion.
+        """
         stages = num_stages(case.plan)
         longest = max((minutes * max(1.0, own / stages) for own, minutes in self._taken), default=0.0)
         return _minutes() - self._started + longest <= self._limit
 
     @contextlib.contextmanager
     def runs(self, case: Case) -> Iterator[None]:
-        """While a case is compiled: its minutes are kept."""
+        """A context in which a case is compiled: its minutes are recorded."""
         began = _minutes()
         try:
             yield

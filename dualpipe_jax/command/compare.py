@@ -19,12 +19,12 @@ from dualpipe_jax.schedule.simulate import jittered
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What a table says of a schedule; activations in units of a whole rank's share of the model.
+    """A schedule's row of the table; activations are in units of a whole rank's share of the model.
 
-    ``free_sends`` and ``real_sends`` are the makespan where transfers take no time, and where they take what
-    was given or else ``realistic_send``. ``jitter`` has the median and the 95th percentile of the makespan
-    where slots vary, if that was asked for. ``above_bound`` is how much longer the step is than the least that
-    is proven for the same placement.
+    ``free_sends`` and ``real_sends`` are the makespans where transfers take no time, and where they take the time that
+    was given, or else ``realistic_send``. ``jitter`` has the median and the 95th percentile of the makespan
+    where slots vary, if that was asked for. ``above_bound`` is the share by which the step is longer than the proven
+    lower bound for the same placement.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Row:
         limit: float = math.inf,
         jitter: float = 0.0,
     ) -> "Row":
-        """A schedule simulated under a whole rank's costs, and its sizes; a limit of memory raises the bound."""
+        """The row of a simulated schedule, from a whole rank's costs and sizes; a memory limit raises the bound."""
         from dualpipe_jax.schedule import lower_bound
 
         schedule = timeline.schedule
@@ -76,7 +76,7 @@ class Row:
 
 
 def realistic_send(costs: CostModel) -> float:
-    """What a transfer takes where nothing is said: a fiftieth of a forward.
+    """The time of a transfer where none is given: a fiftieth of a forward.
 
     DeepSeek-V3's microbatch of 4096 tokens is 4096 x 7168 values of 2 bytes, 59 MB, or 1.2 ms at the 50 GB/s of
     a network card; the forward of a rank's four layers takes 36 ms of computation and about as much again of
@@ -86,7 +86,7 @@ def realistic_send(costs: CostModel) -> float:
 
 
 def other_send(costs: CostModel) -> CostModel:
-    """The costs at the other end of what transfers may take: none if they take any, else a realistic time."""
+    """The costs with free transfers, or if they are free already, with transfers of a realistic time."""
     free = dataclasses.replace(costs, send=0.0, send_inside=None)
     return free if costs.dearest_send else dataclasses.replace(free, send=realistic_send(costs))
 
@@ -150,7 +150,7 @@ class Compare:
 def facts(
     counts: tuple[int, int], share: Share, rows: list[Row], refused: dict[str, str], **more: Any
 ) -> dict[str, Any]:
-    """A comparison for programs; ``more`` stands before the schedules."""
+    """A comparison as JSON for programs; the entries of ``more`` stand before the schedules."""
     return {
         "ranks": counts[0],
         "microbatches": counts[1],
@@ -171,7 +171,7 @@ def _quantiles(schedule: Schedule, costs: CostModel, jitter: float) -> tuple[flo
 
 
 def tabulate(rows: list[Row], share: Share, best: int = 0) -> Table:
-    """A table for people. Memory and jitter have columns where they were asked for."""
+    """The printed table. Memory and jitter have columns where they were asked for."""
     costs, _, units = share
     columns: dict[str, Callable[[Row], str]] = {
         "schedule": lambda row: row.name,
@@ -208,7 +208,7 @@ def rows_of(
     limit: float = math.inf,
     jitter: float = 0.0,
 ) -> list[Row]:
-    """A row for each schedule, by merit; the reason for each that these costs do not serve is added to the refused."""
+    """A row for each schedule, the best first. If these costs do not suit one, ``refused`` gets the reason."""
     rows = []
     for schedule in schedules:
         try:

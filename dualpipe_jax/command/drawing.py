@@ -1,7 +1,7 @@
-"""A simulated step in a terminal: coloured blocks to scale, in staves as wide as the terminal.
+"""A simulated step in a terminal: coloured blocks to scale, wrapped into strips as wide as the terminal.
 
-Where whole actions fit on one line they are written out; else, as in the papers' figures, a block says
-its microbatch only, and the colour says what is done to it.
+Where whole actions fit on one line they are written out; else, as in the papers' figures, a block shows
+its microbatch only, and its colour shows the op.
 """
 
 import functools
@@ -19,7 +19,7 @@ from dualpipe_jax.schedule.formats.text import column_at, scale_of
 
 
 class Block(NamedTuple):
-    """A filled stretch of a rank's line; a pair makes two without a gap."""
+    """A filled range of columns of a rank's line; a pair makes two without a gap."""
 
     start: int
     end: int
@@ -48,7 +48,7 @@ def draw(timeline: Timeline, console: Console) -> tuple[list[Text], Text]:
 
 
 def _staves(rows: list[list[Block]], room: int) -> Iterator[tuple[int, int]]:
-    """First and last columns of equal staves that leave room for a label to stand out."""
+    """First and end columns of equal strips, with room left for a label that extends beyond the end."""
     width = _width(rows)
     longest = max((len(block.label) for row in rows for block in row), default=0)
     count = 1 if width <= room else math.ceil(width / max(20, room - longest))
@@ -97,7 +97,7 @@ def _style(placement: Placement, op: Op, shade: int) -> str:
 
 
 def _line(row: list[Block], first: int, last: int) -> Text:
-    """What of a rank's blocks falls between two columns. A label is never cut: it may stand out beyond."""
+    """The part of a rank's blocks between two columns. A label is never cut: it may extend beyond the end."""
     line = Text()
     for start, end, label, style in row:
         left, right = max(start, first), min(end, max(last, start + len(label)))

@@ -34,7 +34,7 @@ _ASSUMED = {
     "I": "an input gradient takes two thirds of a whole backward, a weight gradient the rest",
     "FB": "a pair takes as long as its parts",
 }
-"""What is assumed of the costs that this schedule's units do not tell and others need."""
+"""What is assumed about costs that other schedules need, but this schedule has no unit to measure."""
 
 _WORDS = {
     "stages": "parameters of stages",
@@ -101,7 +101,7 @@ class Dryrun:
         return 0 if found.memory.fits else 1
 
     def _check_costs(self) -> None:
-        """Now, for compiling takes minutes and writing comes after it."""
+        """Check early that costs can be written: that happens after minutes of compiling."""
         if self.write_costs is None:
             return
         if self.compile == "nothing":
@@ -189,7 +189,7 @@ def _memory_table(memory: Memory, limit: int) -> Table:
 
 
 def remedies(memory: Memory, limit: int) -> list[str | Table]:
-    """What makes it fit, one option after the other."""
+    """Options that make the step fit, each in addition to those before, with the memory that results."""
     if not memory.remedies:
         return ["no option makes it need less: it takes more devices, by --pp or --ep"]
     rows = [(one.option, gib(one.needed), one.price) for one in memory.remedies]
@@ -199,7 +199,7 @@ def remedies(memory: Memory, limit: int) -> list[str | Table]:
 
 
 def links_table(ways: Mapping[str, LinkTraffic]) -> Table:
-    """Each way's copies of a token and bytes of a device."""
+    """For each way of dispatch, the copies of a token, and their MiB on a device."""
     rows = [
         (
             name,
@@ -212,11 +212,11 @@ def links_table(ways: Mapping[str, LinkTraffic]) -> Table:
 
 
 def account_table(step: Prediction) -> Table:
-    """The step's time part by part, from the peak to the MFU, with the share that the operations have of all so far."""
+    """The parts of the step's time, and the MFU that the parts so far would give: from 100 % down to the step's."""
     rows, so_far = [], 0.0
     for part in step.account:
         so_far += part.seconds
-        # What rounding leaves of a difference of two equal times is nothing.
+        # The difference of two equal times may leave a rounding error, which is shown as 0.
         seconds = part.seconds if abs(part.seconds) > 1e-9 * step.seconds else 0.0
         row = part.name, f"{seconds:.4g}", percent(part.seconds / step.seconds)
         rows.append((*row, percent(step.mfu * step.seconds / so_far)))

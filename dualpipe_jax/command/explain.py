@@ -1,4 +1,4 @@
-"""What `dualpipe overlap --compiled` says of anybody's program: its collectives, and why they are exposed."""
+"""The report of `dualpipe overlap --compiled` on any program: its collectives, and why they are exposed."""
 
 from collections.abc import Sequence
 
@@ -7,11 +7,11 @@ from dualpipe_jax.present.numbers import format_bytes, format_cycles, percent
 from dualpipe_jax.present.table import Table
 
 MOST = 10
-"""Exposed collectives that are explained in words."""
+"""The most exposed collectives that are explained in words, and the most contexts in the table of orders."""
 
 
 def followed(compiled: Compiled) -> CollectiveTotals:
-    """The collectives whose hidden share counts: all-to-alls, or of a program that has none all that it has."""
+    """The collectives whose hidden share counts: all-to-alls, or in a program without any, all collectives."""
     if compiled.followed is not None or compiled.all_to_all.count or not compiled.by_kind:
         return compiled.followed or compiled.all_to_all
     cycles, exposed = (
@@ -27,7 +27,7 @@ def followed(compiled: Compiled) -> CollectiveTotals:
 
 
 def explained(compiled: Compiled, target: str, at_least: float, enough: bool) -> list[str | Table]:
-    """What a program of anybody's sends, and why what is not hidden is not."""
+    """The report on any program: what it sends, and why exposed collectives are exposed."""
     parts: list[str | Table] = [f"{compiled.file} on {target}"]
     if compiled.others:
         parts += [f"other programs there, which --compiled FILE reads: {', '.join(compiled.others)}"]
@@ -68,7 +68,10 @@ def explained(compiled: Compiled, target: str, at_least: float, enough: bool) ->
 
 
 def _worth_telling(exposed: Sequence[Exposed]) -> tuple[Sequence[Exposed], Sequence[Exposed]]:
-    """Those that cost at least a hundredth of all that is exposed, ``MOST`` at most; and the rest."""
+    """The collectives that cost at least 1 % of all exposed cycles, at most ``MOST``; and the rest.
+
+    ``exposed`` is sorted, what costs most first.
+    """
     costs = [one.times * one.exposed for one in exposed]
     worth = min(MOST, sum(100 * cost >= sum(costs) for cost in costs))
     return exposed[:worth], exposed[worth:]
@@ -82,7 +85,7 @@ def _verdict(total: CollectiveTotals, compiled: Compiled, at_least: float, enoug
 
 
 def _hints(compiled: Compiled, target: str) -> list[str]:
-    """What helps against what was found, in general."""
+    """General hints against the causes that were found."""
     from dualpipe_jax.inspect.target import Target
 
     on_tpu = Target.parse(target).platform == "tpu"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-# What it draws with is imported when it is first asked for.
+# Functions that draw are imported at their first use.
 from dualpipe_jax import schedule as schedules
 from dualpipe_jax.command.given import ENTRY, Share
 from dualpipe_jax.command.options import CommandError, check_files
@@ -25,11 +25,11 @@ Format = Literal["text", "csv", "json", "trace", "svg", "png", "html"]
 PICTURES = "svg", "png", "html"
 
 Chain = Sequence[Link]
-"""Slots that wait for each other, the last first."""
+"""Slots, each of which waits for the next one: the last in time comes first."""
 
 
 def format_of(asked: Format | None, json: bool, output: Path | None) -> Format:
-    """What was asked for, or else what the file's name says. It is asked before the schedule is made.
+    """The format that was asked for, or else that of the file's ending. Called before the schedule is made.
 
     Raises:
       CommandError: two formats were asked for, or a picture for a terminal, or the file cannot be written.
@@ -48,7 +48,7 @@ def format_of(asked: Format | None, json: bool, output: Path | None) -> Format:
 
 
 def write(data: bytes, output: Path | None) -> None:
-    """Write to the file, and say so on standard error, or to standard output."""
+    """Write to the file and report it on standard error; without a file, write to standard output."""
     if output is not None:
         output.write_bytes(data)
         say_written(output)
@@ -58,10 +58,10 @@ def write(data: bytes, output: Path | None) -> None:
 
 
 def encode(timeline: Timeline, form: Format, share: Share, chain: Chain | None = None) -> bytes:
-    """The bytes of a file. The timeline's costs are a stage's. Pictures, pages and traces mark a chain of slots.
+    """The bytes of a file. The timeline's costs are a stage's. Pictures, pages and traces mark a chain, JSON lists it.
 
     Raises:
-      CommandError: there is a chain, and the format has no place for it.
+      CommandError: there is a chain, and the format is CSV, which has no place for it.
     """
     if chain is not None and form == "csv":
         raise CommandError(
@@ -92,9 +92,9 @@ def encode(timeline: Timeline, form: Format, share: Share, chain: Chain | None =
 
 
 def summary(timeline: Timeline, share: Share) -> tuple[str, Table]:
-    """The step in a line, and what each rank does and keeps; equal ranks share a row.
+    """A line about the step, and a table of each rank's idle time and memory; equal ranks share a row.
 
-    Activations are counted as those of a whole rank's share.
+    Activations are in units of those of a whole rank's share of the model.
     """
     schedule = timeline.schedule
     _, sizes, units = share

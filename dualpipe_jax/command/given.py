@@ -1,6 +1,6 @@
-"""Costs and sizes of a rank's share as JSON: written beside schedules, read back from there or from a file.
+"""Costs and sizes of a rank's share as JSON: written with schedules, read back from there or from a file of costs.
 
-A file of them may say more, such as what they are of and how they were measured: see a profile's costs.json.
+A file of costs may have more entries, for example what was measured and how: see a profile's costs.json.
 """
 
 import dataclasses
@@ -17,20 +17,20 @@ from dualpipe_jax.schedule import CostModel, MemoryModel
 from dualpipe_jax.schedule.formats.costs_text import describe
 
 ENTRY = "of_a_share"
-"""Where a schedule's file keeps them."""
+"""The entry of a schedule's file that holds the costs and sizes."""
 
 _LINE = re.compile(rf"^# {ENTRY} (\{{.*\}})\s*$", re.MULTILINE)
 
 
 _ENDS = {"first": 0, "last": -1}
-"""What may be said in place of ``extra``."""
+"""Entries of a file that may replace ``extra``, and the stages that they stand for."""
 
 _COSTS = *(field.name for field in dataclasses.fields(CostModel)), *_ENDS
-"""Entries that may stand alone, without "costs" around them."""
+"""Entries of costs that a file may have at its top level, without "costs" around them."""
 
 
 class Share(NamedTuple):
-    """What a whole rank's share of the model costs and keeps, and in which units."""
+    """The costs and memory sizes of a whole rank's share of the model, and their units."""
 
     costs: CostModel
     sizes: MemoryModel
@@ -42,7 +42,7 @@ class Share(NamedTuple):
         return self.sizes != MemoryModel()
 
     def words(self, ranks: int, microbatches: int, limit: float = math.inf) -> str:
-        """What schedules are looked at for, in a line."""
+        """A line with the ranks, the microbatches, the costs and the memory limit."""
         within = "" if limit == math.inf else f", memory limit {self.units.size(limit)}"
         return f"{ranks} ranks, {microbatches} microbatches, {describe(self.costs, self.units)}{within}"
 
@@ -52,7 +52,7 @@ class Share(NamedTuple):
         return written | ({"units": units} if units else {})
 
     def comment(self) -> str:
-        """The same below a grid; nothing where all is as it is without options."""
+        """The entry as a comment below a grid; empty where all values are the defaults."""
         if self == Share(CostModel(), MemoryModel(), Units()):
             return ""
         return f"# {ENTRY} {json.dumps(self.entry())}"
@@ -60,23 +60,23 @@ class Share(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Given:
-    """What a file says of a whole rank's share; None where it says nothing."""
+    """The costs and sizes of a whole rank's share that a file gives; None where it gives none."""
 
     costs: CostModel | None = None
     sizes: MemoryModel | None = None
     units: Units = Units()  # noqa: RUF009  # frozen
 
     def under(self, costs: Costs, memory: Memory) -> Share:
-        """What options say, then the file that they name, then this."""
+        """The share that the options give; the rest is from the file that they name, or from here if they name none."""
         base = from_file(costs.costs) if costs.costs else self
         return Share(costs.over(base.costs), memory.over(base.sizes), base.units)
 
 
 def remembered(text: str, name: str) -> Given:
-    """What a schedule's text says of its costs: nothing, in most.
+    """The costs and sizes in a schedule's text; most texts have none.
 
     Raises:
-      CommandError: it says what cannot be read.
+      CommandError: they cannot be read.
     """
     if text.lstrip().startswith("{"):
         entries = json.loads(text)
@@ -89,7 +89,7 @@ def from_file(path: Path) -> Given:
     """Read `--costs`: JSON of {"costs": {...}, "memory": {...}, "units": {...}}, or a schedule's file that has them.
 
     Raises:
-      CommandError: it holds none, or not readable ones.
+      CommandError: it holds no costs, or they cannot be read.
     """
     text = read_text(str(path))
     entries = _parsed(text, str(path)) if text.lstrip().startswith("{") else {}
@@ -109,10 +109,10 @@ def from_file(path: Path) -> Given:
 
 
 def parse(entries: Mapping[str, Any], name: str) -> Given:
-    """Costs and sizes as they were written.
+    """Read costs and sizes from the entries of a file.
 
     Raises:
-      CommandError: an entry is unknown or no number; says which.
+      CommandError: an entry is unknown or not a number; the message says which.
     """
     try:
         costs, memory = entries.get("costs"), entries.get("memory")

@@ -1,12 +1,12 @@
 """Reads a command line into a dataclass; the help has the common options first, the others in groups below them.
 
 A command is a dataclass. ``COMMON``, if its class has one, names the flags that stand first, in that order. The
-rest of the command's own options is the group "advanced", and each field that is a dataclass is a group of what it
-has besides. The docstring of a field is its help. Every option is one flag, however deep its field lies. Fields that
-``HIDDEN`` of a class names are no options.
+command's other own options are the group "advanced", and each field that is a dataclass is a group of its other
+options. The docstring of a field is its help. Every option is one flag, however deep its field lies. Fields that
+``HIDDEN`` of a class names are not options.
 
-An option that a file may say as well is None where it is left out: what is given counts, not what differs from the
-default. A dataclass that a whole file may stand for is None where none of its options is given.
+An option that a file may set as well is None where it is left out, so that a given value counts even if it is the
+default. A dataclass that a file may replace as a whole is None where none of its options is given.
 """
 
 import ast
@@ -34,14 +34,14 @@ _NAMES = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """An option as the command line has it.
+    """An option of the command line.
 
     Attributes:
       path: names of the fields that lead to it.
-      flag: without its dashes.
+      flag: the flag without its dashes.
       hint: the field's type, with its annotations.
-      default: ``dataclasses.MISSING`` where it must be given.
-      text: what the help says.
+      default: the default value; ``dataclasses.MISSING`` if the option must be given.
+      text: its text in the help.
       in_optional: whether it lies in a dataclass that is None where none of its options is given.
     """
 
@@ -57,19 +57,19 @@ class Option:
         return self.flag.replace("-", "_")
 
     def field(self, paired: bool) -> tuple[str, Any, Any]:
-        """The field of a dataclass that tyro reads; ``paired``: truths have a flag for each of their values."""
+        """The field of a dataclass that tyro reads; ``paired``: booleans have a flag for each of their values."""
         inner, notes = _parts(self.hint)
         known = self._default(inner, paired)
         text = re.sub(r" If left out, [^.]*\.", "", self.text) if known else self.text
         own = arg(help=text, metavar=_metavar(inner), help_behavior_hint=known)
         default = self.default
-        # A truth's flag says that it is given: its default has none.
+        # A boolean needs no None: its flag is given only to change its default.
         if self.in_optional and inner is not bool:
             inner, default = inner | None, None
         return self.name, Annotated[(inner, own, *notes)], dataclasses.field(default=default)  # type: ignore[return-value]
 
     def is_left_out(self, value: Any) -> bool:
-        """Whether a value that was read says nothing, so that it is not handed to its optional dataclass."""
+        """Whether the value that was read means "left out", so that it is not passed to its optional dataclass."""
         return self.in_optional and (value is None or (isinstance(value, bool) and value == self.default))
 
     def _default(self, inner: Any, paired: bool) -> str | None:
@@ -84,14 +84,14 @@ class Option:
 
 
 def options_of(kind: type, default: Any = None) -> list[Option]:
-    """All options of a dataclass that are not hidden, those of its dataclasses after its own.
+    """All options of a dataclass that are not hidden: its own, then those of its fields that are dataclasses.
 
     Args:
       kind: the dataclass.
-      default: one of that kind, for the options that are left out; each field's own default if None.
+      default: an instance that has the defaults of the options; each field's own default if None.
 
     Raises:
-      TypeError: two have the same flag.
+      TypeError: two options have the same flag.
     """
     found = list(_walk(kind, default, ()))
     flags: dict[str, Option] = {}
@@ -107,7 +107,7 @@ def common_of(kind: type) -> tuple[str, ...]:
     """The flags that stand first in the help.
 
     Raises:
-      TypeError: a flag of ``COMMON`` is no option.
+      TypeError: a flag of ``COMMON`` is not an option.
     """
     flags = [option.flag for option in options_of(kind)]
     own = [option.flag for option in options_of(kind) if len(option.path) == 1]
@@ -127,15 +127,15 @@ def read(
     description: str | None = None,
     paired: bool = False,
 ) -> T:
-    """What a command line says. Prints the help where that is asked for; exits with 2 where it cannot be read.
+    """Read a command line into a dataclass. Prints the help if it is asked for; exits with 2 where reading fails.
 
     Args:
       kind: the dataclass.
       prog: the command's name, for the help.
       arguments: the words after it.
-      default: what holds for options that are left out; each field's own default if None.
-      description: of the command, instead of the class's docstring.
-      paired: truths have a flag for each of their values, ``--x`` and ``--no-x``.
+      default: an instance that has the values of options that are left out; each field's own default if None.
+      description: the description of the command, in place of the class's docstring.
+      paired: whether booleans have a flag for each of their values, ``--x`` and ``--no-x``.
     """
     assert isinstance(kind, type)
     options = options_of(kind, default)
@@ -185,7 +185,7 @@ def _made(name: str, fields: list[tuple[str, Any, Any]]) -> type:
 
 
 def _heading(kind: type, path: tuple[str, ...]) -> tuple[str, str]:
-    """A group's name and what it is."""
+    """A group's name and its description."""
     if not path:
         return "advanced", ""
     title = ""
@@ -235,7 +235,7 @@ def _default_of(field: dataclasses.Field[Any], default: Any) -> Any:
 
 
 def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """A type and its annotations; of one that may be None, too."""
+    """The type inside ``Annotated``, and its annotations; any other type, and none."""
     if typing.get_origin(hint) is Annotated:
         inner, *notes = typing.get_args(hint)
         return inner, tuple(notes)
@@ -243,13 +243,13 @@ def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _dataclass(hint: Any) -> type | None:
-    """The dataclass that a type is, or is where it is not None; None for any other type."""
+    """The dataclass ``D`` of a type ``D`` or ``D | None``; None for any other type."""
     known = _known(hint)
     return known if dataclasses.is_dataclass(known) else None  # type: ignore[return-value]
 
 
 def _known(hint: Any) -> Any:
-    """The one type that a type is where it is not None; None where there are several."""
+    """The type ``X`` of ``X`` or ``X | None``; None for a union of several types."""
     if typing.get_origin(hint) not in (types.UnionType, typing.Union):
         return hint
     known = [part for part in typing.get_args(hint) if part is not type(None)]
@@ -262,8 +262,8 @@ def _named(name: str, notes: tuple[Any, ...]) -> str:
 
 
 def _metavar(hint: Any) -> str | None:
-    """How a value is written; of one that may be None as without that, for so it is without the option."""
-    # An annotation may stand around the union, around its one type, or both.
+    """The help's placeholder for a value; that of ``X | None`` is that of ``X``, for None only means left out."""
+    # ``Annotated`` may be around the union, around its one type, or both.
     inner, _ = _parts(_known(_parts(hint)[0]))
     origin, parts = typing.get_origin(inner), typing.get_args(inner)
     if origin is Literal:
@@ -282,7 +282,7 @@ def _number(value: Any) -> str:
 
 @functools.cache
 def _texts(kind: type) -> Mapping[str, str]:
-    """Field -> the docstring below it, in one line; a field that says nothing has that of the class it is from."""
+    """The docstring below each field, in one line; a field without one has that of the base class that defines it."""
     found: dict[str, str] = {}
     for one in reversed(kind.__mro__):
         if not dataclasses.is_dataclass(one):
@@ -313,7 +313,8 @@ def wrapped(description: str) -> str:
     lines = [fill(said, subsequent_indent="  ")]
     if examples:
         lines += ["", "Examples:" if len(examples) > 1 else "Example:"]
-    for one in examples:  # an option and its value stay on one line
+    # An option and its value stay on one line.
+    for one in examples:
         kept = re.sub(r"(?<= )(-[^ ]+) (?=[^-])", "\\1\0", one)
         lines.append(fill(kept, subsequent_indent=" " * 6).replace("\0", " "))
     return "\n".join(lines)

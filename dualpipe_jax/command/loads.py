@@ -1,4 +1,4 @@
-"""Loads of experts from a file: arrays, JSON, or what a training run counted."""
+"""Read loads of experts from a file: arrays, JSON, or the counts of a training run."""
 
 import json
 from pathlib import Path
@@ -15,12 +15,12 @@ _FORMS = "[layers, experts] or [windows, layers, experts]"
 
 
 def read_loads(path: Path) -> np.ndarray:
-    """Loads in a .npz or .npy, a .json, a run's metrics.jsonl or its folder: [layers, experts], or with windows first.
+    """Loads in a .npz, .npy or .json, a run's metrics.jsonl or folder: [layers, experts] or [windows, layers, experts].
 
     In metrics.jsonl every step with a "load" is a window.
 
     Raises:
-      CommandError: there are none, or not numbers of such dims; says what was found.
+      CommandError: there are none, or they are not numbers with two or three dimensions; says what was found.
     """
     if path.is_dir():
         path = path / "metrics.jsonl"

@@ -25,19 +25,19 @@ Pipes = Annotated[str | None, tyro.conf.arg(metavar="PIPES")]
 
 
 class CommandError(ValueError):
-    """The command was asked for what it cannot do; says what, and what would do."""
+    """The command cannot do what was asked; the message says what, and what to ask for instead."""
 
 
 class NothingFits(Exception):
-    """The command was asked rightly, and nothing answers."""
+    """The request is valid, but no schedule or plan satisfies it."""
 
 
 class Died(RuntimeError):
-    """The process ended without an answer; says how, and its last words.
+    """The child process ended without an answer; the message says how, and quotes its last errors.
 
     Attributes:
-      stage: what it was doing.
-      known: what it had found by then; empty if nothing.
+      stage: the stage of its work at its end.
+      known: the part of the answer that it had by then; empty if nothing.
     """
 
     def __init__(self, message: str, stage: str, known: dict[str, Any]):
@@ -88,7 +88,8 @@ class Costs:
         if self.blocking or self.no_blocking:
             given["blocking"] = self.blocking
         if base.FB == base.F + base.I + base.W:
-            given = {"FB": None} | given  # worked out anew, of the F, I and W that hold now
+            # FB is worked out anew, from the F, I and W that now hold.
+            given = {"FB": None} | given
         extra = {**base.extra, **_ends(self.first, self.last)}
         given["extra"] = {stage: more for stage, more in extra.items() if any(more)}
         return dataclasses.replace(base, **given)
@@ -126,12 +127,12 @@ class Memory:
 
 
 def _given(options: Costs | Memory, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the options that are not left out."""
+    """The values of those options that were given."""
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
 def _ends(first: Any, last: Any) -> dict[int, Any]:
-    """What is given of the model's first stage and of its last, by the stage."""
+    """The values that were given for the model's first stage, 0, and for its last, -1."""
     return {stage: more for stage, more in ((0, first), (-1, last)) if more is not None}
 
 
@@ -148,14 +149,14 @@ class Shape:
     If left out, there is no limit."""
 
     def given(self) -> dict[str, int]:
-        """Keyword arguments of recipes, as far as they were given."""
+        """The keyword arguments for recipes that were given."""
         named = {"num_stages_per_rank": self.stages_per_rank, "num_waves": self.waves}
         return {name: count for name, count in named.items() if count is not None}
 
 
 @dataclasses.dataclass(frozen=True)
 class Within:
-    """What schedules are looked for within."""
+    """Options of commands that look for schedules: the counts, and a memory limit."""
 
     ranks: int
     """Number of pipeline ranks."""
@@ -170,7 +171,7 @@ class Within:
         """The memory limit that was given, infinite if none was.
 
         Raises:
-          CommandError: it is no amount of memory.
+          CommandError: it is not a positive, finite number.
         """
         if self.memory_limit is None:
             return math.inf
@@ -182,20 +183,20 @@ class Within:
 
 
 def check_jitter(jitter: float) -> None:
-    """Whether times can vary so much, asked before schedules are made or searched.
+    """Check --jitter before schedules are made or searched.
 
     Raises:
-      CommandError: they cannot.
+      CommandError: it is negative or not finite.
     """
     if not 0 <= jitter < math.inf:
         raise CommandError(f"--jitter {jitter:g}: give a share of a slot's time, at least 0, such as 0.1")
 
 
 def check_files(*files: Path, flag: str = "--output") -> None:
-    """Whether files can be written, as far as can be told now: finding what they are to hold may take minutes.
+    """Check early that files can be written, as far as can be known: computing their content may take minutes.
 
     Raises:
-      CommandError: there is no folder for one, it is a folder, or it may not be written.
+      CommandError: a file's folder does not exist, the file is a folder, or it may not be written.
       ModuleNotFoundError: one is a picture, and matplotlib is not installed.
     """
     for file in files:
@@ -214,10 +215,10 @@ def check_files(*files: Path, flag: str = "--output") -> None:
 
 
 def read_text(name: str) -> str:
-    """What a file holds, without a byte order mark.
+    """The text of a file, or of standard input if its name is -, without a byte order mark.
 
     Raises:
-      CommandError: nothing, or no text.
+      CommandError: the file is empty, or not text.
     """
     try:
         data = sys.stdin.read() if name == "-" else Path(name).read_text(encoding="utf-8")
@@ -230,10 +231,10 @@ def read_text(name: str) -> str:
 
 
 def check_size(num_ranks: int, num_microbatches: int, shape: Shape, num_schedules: int = 1) -> None:
-    """Whether so many schedules of these counts can be made in minutes.
+    """Refuse more schedules of these counts than can be made in minutes.
 
     Raises:
-      CommandError: it cannot.
+      CommandError: they have more than ``MOST_ACTIONS`` forwards and backwards.
     """
     stages = max(shape.stages_per_rank or 1, 2 * (shape.waves or 0))
     actions = 2 * num_ranks * num_microbatches * stages * num_schedules
@@ -252,7 +253,7 @@ def limited(schedule: Schedule, shape: Shape) -> Schedule:
 
 
 def shaped(recipe: Callable[..., Schedule], shape: Shape) -> Callable[[int, int], Schedule]:
-    """A recipe, cut and limited as the options say where it can be."""
+    """The recipe with the options' stages and waves, where it takes them, and with their limit of stashes."""
     taken = {option: count for option, count in shape.given().items() if takes(recipe, option)}
 
     @functools.wraps(recipe)

@@ -1,4 +1,4 @@
-"""What subcommands print: drawn by rich in a terminal, plain anywhere else."""
+"""Print what subcommands found: with rich in a terminal, as plain text anywhere else."""
 
 import contextlib
 import dataclasses
@@ -12,12 +12,12 @@ from typing import Any
 from dualpipe_jax.present.table import Table
 
 _PATIENCE = 5.0
-"""Seconds after which silence is explained."""
+"""Seconds of silence after which a line says what is going on."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Reasons:
-    """Why not: a sentence for each name."""
+    """Why schedules are refused: a title, and a reason for each name."""
 
     title: str
     of: Mapping[str, str]
@@ -37,7 +37,7 @@ class Reasons:
 
 
 def in_terminal() -> bool:
-    """Whether a person reads standard output."""
+    """Whether standard output is a terminal."""
     return sys.stdout.isatty()
 
 
@@ -52,20 +52,20 @@ def show(*parts: str | Table | Reasons) -> None:
 
 
 def make_console() -> Any:
-    """A console of rich that prints text as it stands."""
+    """A console of rich that prints text unchanged."""
     from rich.console import Console
 
     return Console(highlight=False, markup=False)
 
 
 def waiting(what: str) -> contextlib.AbstractContextManager[Any]:
-    """While this lasts, a terminal shows that something goes on; elsewhere a line says so if it takes long."""
+    """A context in which a terminal shows that work goes on; elsewhere a line says so if it takes long."""
     return make_console().status(what) if in_terminal() else told_if_long(what)
 
 
 @contextlib.contextmanager
 def told_if_long(what: str) -> Iterator[None]:
-    """A line on standard error where this lasts for more than a few seconds."""
+    """Print a line on standard error if the context lasts for more than ``_PATIENCE`` seconds."""
     timer = threading.Timer(_PATIENCE, lambda: print(f"{what} ...", file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
@@ -76,7 +76,7 @@ def told_if_long(what: str) -> Iterator[None]:
 
 
 def say_written(*files: Path) -> None:
-    """A line on standard error for each file that was written: standard output is for what was found."""
+    """Print a line on standard error for each file that was written: standard output is for results."""
     for file in files:
         print(f"wrote {file}", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""`dualpipe overlap`: how much of the all-to-alls a target's compiler hides."""
+"""`dualpipe overlap`: how much of the all-to-alls' time a target's compiler hides."""
 
 import dataclasses
 from collections.abc import Callable
@@ -19,16 +19,16 @@ from dualpipe_jax.present.table import Table
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 Files = Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE ...", aliases=["-o"])]
-"""What to write of a compiled program."""
+"""The type of the option for files that a compiled program is written to."""
 
 TargetName = Annotated[str, tyro.conf.arg(metavar="TARGET")]
-"""Devices that are not here."""
+"""The type of the option for the devices, which need not be here."""
 
 RatesFile = Annotated[Path | None, tyro.conf.arg(name="rates", metavar="FILE")]
-"""Measured rates."""
+"""The type of the option for a file of measured rates."""
 
 PlanFile = Annotated[Path | None, tyro.conf.arg(name="plan", metavar="FILE")]
-"""What `dualpipe plan` wrote."""
+"""The type of the option for a file that `dualpipe plan` wrote."""
 
 _SERVING = "prefill", "decode"
 _ENDINGS = ".svg", ".png", ".trace", ".hlo", ".txt"
@@ -117,7 +117,7 @@ class Overlap:
         return 0 if enough else 1
 
     def _check_what(self) -> None:
-        """Options of a pipeline say nothing of serving, and the other way round."""
+        """Refuse options of a pipeline with serving, and options of serving with a pipeline."""
         if self.what == "train":
             if self.requests is not None:
                 raise CommandError(
@@ -138,7 +138,7 @@ class Overlap:
 
 
 def planned(given: Plan | None, file: Path | None) -> Plan:
-    """The plan of a file, where one is given, else the options; ``given`` is None where there is none of these.
+    """The plan in a file if one is named, else the plan of the options; ``given`` is None if there are no such options.
 
     Raises:
       CommandError: both are given.
@@ -152,10 +152,10 @@ def planned(given: Plan | None, file: Path | None) -> Plan:
 
 
 def study(request: Request, title: str | None = None) -> Answer:
-    """Ask ``dualpipe_jax.pods`` in a process of its own, which is called ``title``.
+    """Ask ``dualpipe_jax.pods`` in a child process; ``title`` is the name of the work in lines about its progress.
 
     Raises:
-      ValueError, ModuleNotFoundError: it cannot be done; the compiler or matplotlib is not installed.
+      ValueError, ModuleNotFoundError: the request cannot be met; the compiler or matplotlib is not installed.
       Died: the compiler ended its process.
     """
     from dualpipe_jax.command.child import ask
@@ -187,7 +187,7 @@ def study(request: Request, title: str | None = None) -> Answer:
         try:
             known.check_compiler()
         except ModuleNotFoundError:
-            # What is wrong with the options needs no compiler to be told, and is told first.
+            # Errors in the options are found without a compiler, and are reported first.
             counted = dataclasses.replace(request, compile="draw", files=())
             if compile not in _SERVING:
                 ask("dualpipe_jax.pods", plain(counted), environment, called)
@@ -199,7 +199,7 @@ def study(request: Request, title: str | None = None) -> Answer:
 
 
 def _check_timed(target: Any, request: Request) -> None:
-    """CPU devices are here: units are run and timed, no compiler's order is read."""
+    """Refuse options that do not apply to CPU devices, whose units are run and timed: no program's text is read."""
     if target.platform != "cpu":
         return
     given = {"--output": bool(request.files), "--rates": request.rates is not None}
@@ -215,7 +215,7 @@ def _check_timed(target: Any, request: Request) -> None:
 
 
 def collectives(compiled: Compiled) -> Table:
-    """All-to-alls in the order of the program: times in cycles, payloads in MiB of a device."""
+    """A table of the all-to-alls in the order of the program: times in cycles, payloads in MiB of a device."""
     columns: dict[str, Callable[[AllToAll], str]] = {
         "all-to-all": lambda row: row.name,
         "of": lambda row: row.direction or "",
@@ -230,7 +230,7 @@ def collectives(compiled: Compiled) -> Table:
 
 
 def units(compiled: Compiled) -> Table:
-    """Units of work with their times in cycles, and those over the larger and the sum of their two parts."""
+    """A table of units: their cycles, and the ratio of these to the larger and to the sum of their two parts."""
     head = ("unit", "cycles", "computation", "communication", "exposed", "over the larger", "over the sum")
     rows = [
         (
@@ -244,13 +244,13 @@ def units(compiled: Compiled) -> Table:
 
 
 def sent(compiled: Compiled) -> str:
-    """What a device gives to all-to-alls, and how many there are."""
+    """The data that a device sends in all-to-alls, and their number, in words."""
     total = sum(row.payload for row in compiled.all_to_alls)
     return f"sent: {total / 2**20:.1f} MiB of a device in {len(compiled.all_to_alls)} all-to-alls"
 
 
 def exposed_sends(compiled: Compiled) -> str:
-    """The cycles of a tick's sends for which the work of its unit is not long enough, by kind of tick."""
+    """The cycles of a tick's sends that the work of its unit is too short to hide, by kind of unit, in words."""
     beside = (
         f"{format_cycles(cycles)} beside {name or 'no unit'}"
         for name, cycles in compiled.sends_exposed.items()
@@ -269,7 +269,7 @@ def name_of(found: Answer) -> str:
 
 
 def room_of(found: Answer) -> list[str]:
-    """How tokens reach experts, and what is lost on the way."""
+    """How tokens reach experts, and the share of them that is dropped, in words; empty where that is unknown."""
     plan = found.program
     if plan is None or found.dropped is None:
         return []
@@ -301,7 +301,8 @@ def _sentences(compiled: Compiled, at_least: float, enough: bool) -> list[str]:
             f"{format_cycles(sends.cycles)} exposed, {format_cycles(sends.waits)} waited for"
         )
         lines += [exposed_sends(compiled)] if compiled.sends_exposed else []
-    if compiled.what != "text":  # of which nobody knows what its slots, sums and parameters are
+    # In a text it is unknown which arrays are slots, sums and parameters.
+    if compiled.what != "text":
         lines.append(f"copies of slots, sums or parameters in a loop: {len(copied) or 'none'}")
         lines += [f"  {copy.array} {copy.op_name}" for copy in copied[:8]]
     for op, name in {"FB": "pair", **{what: what for what in _SERVING}}.items():

@@ -132,7 +132,7 @@ class Plan:
 
     @property
     def wanted(self) -> Wanted:
-        """What is looked for.
+        """The plans to choose from.
 
         Raises:
           ValueError: a number is too small, or an option cannot be read.
@@ -166,7 +166,10 @@ class Plan:
         )
 
     def tell(self, search: Search, nearest: Answer | None = None) -> int:
-        """Print what was found; ``nearest`` is the plan that needs least of those that do not fit."""
+        """Print what was found, and return the exit status.
+
+        ``nearest`` is the plan that needs least memory of those that do not fit.
+        """
         plans, refused = planner.ranked(search.choices), planner.nearest(search.choices)
         if self.output is not None and plans:
             self.output.write_text(json.dumps(as_file(plans[0], self.target), indent=2) + "\n")
@@ -213,7 +216,7 @@ class Plan:
 
 
 def rooms(dispatches: Sequence[Literal["dropless", "capacity"]], factor: float | None) -> str:
-    """Beyond what load tokens are dropped, for each way in which they reach experts."""
+    """The load beyond which tokens are dropped, for each way of dispatch, in words."""
     known = {dispatch: StepOptions(dispatch=dispatch, capacity_factor=factor).room for dispatch in dispatches}
     each = ", ".join(f"{name} {'for all' if room is None else f'{room:g}'}" for name, room in known.items())
     return f"room at the experts, in even loads (--capacity-factor): {each}"
@@ -230,13 +233,13 @@ def _words(nearest: Answer) -> str:
 
 
 def row(choice: Choice) -> dict[str, Any]:
-    """A plan for programs: what is predicted, and all of its options."""
+    """A plan as JSON for programs: its prediction, and all of its options."""
     found = {name: getattr(choice, name) for name in ("mfu", "seconds", "memory", "refused")}
     return found | plain(choice.plan)
 
 
 def as_file(choice: Choice, target: str) -> dict[str, Any]:
-    """What --plan reads; the rest is for people."""
+    """The content of the file that --plan reads: it takes the entry "plan", the rest is for people."""
     predicted = {name: getattr(choice, name) for name in ("mfu", "seconds", "memory")}
     return {"plan": plain(choice.plan), "target": target, "predicted": predicted}
 
@@ -248,11 +251,11 @@ _COLUMNS: dict[str, Callable[[Choice | Excluded], str]] = {
     "remat": lambda found: found.plan.remat,
     "dispatch": lambda found: found.plan.dispatch,
 }
-"""What tables say of a plan, whatever became of it."""
+"""The columns that all tables of plans share."""
 
 
 def table(choices: Sequence[Choice]) -> Table:
-    """Plans, the best first; where layers stand, if some were moved."""
+    """A table of plans, the best first; it has a column for the layers of stages if some were moved."""
     moved = any(choice.plan.stage_layers for choice in choices)
     layout = "pp x ep" if all(choice.plan.dp == 1 for choice in choices) else "(dp x) pp x ep"
     columns: dict[str, Callable[[Choice], str]] = {
@@ -272,19 +275,19 @@ def table(choices: Sequence[Choice]) -> Table:
 
 
 def nearest_first(refused: Sequence[Choice], most: int) -> list[Choice]:
-    """Of plans that cannot be had so many that need least memory, and one of each reason that is not memory."""
+    """The ``most`` refused plans that need least memory, then one plan for each reason other than memory."""
     sized = (choice for choice in refused if choice.memory is not None)
     others = {choice.refused: choice for choice in refused if choice.memory is None}
     return [*heapq.nsmallest(most, sized, key=lambda choice: choice.memory or 0.0), *others.values()]
 
 
 def refusals(choices: Sequence[Choice]) -> Table:
-    """Plans that cannot be had, and why."""
+    """A table of refused plans, and why."""
     return Table.of({**_COLUMNS, "why": lambda choice: choice.refused}, choices, left=(0, 5))
 
 
 def excluded_words(excluded: Sequence[Excluded]) -> str:
-    """How many cases were not compiled, and that their bounds are of a model."""
+    """How many cases were not compiled, by reason, with the least bound of each, and how bounds were found."""
     by_why: dict[str, list[float | None]] = {}
     for found in excluded:
         by_why.setdefault(found.why, []).append(found.seconds)
@@ -300,7 +303,7 @@ def excluded_words(excluded: Sequence[Excluded]) -> str:
 
 
 def exclusions(excluded: Sequence[Excluded]) -> Table:
-    """Cases that were not compiled, with their bounds."""
+    """A table of cases that were not compiled, with their bounds."""
     columns: dict[str, Callable[[Excluded], str]] = {
         "schedule": _COLUMNS["schedule"],
         "at least, s": lambda found: "" if found.seconds is None else f"{found.seconds:.4g}",

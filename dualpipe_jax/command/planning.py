@@ -1,4 +1,4 @@
-"""What `dualpipe plan` does before it prints: counts, bounds, compiles and prices, the most promising case first."""
+"""The search of `dualpipe plan`: it counts, bounds, compiles and prices plans, the most promising case first."""
 
 import heapq
 import math
@@ -20,11 +20,11 @@ from dualpipe_jax.step_options import Shard
 
 
 class Search:
-    """Plans as they are found.
+    """A search for plans; its attributes hold what was found so far.
 
     Args:
-      answers: about plans for the devices.
-      minutes: CPU minutes after which nothing more is compiled; None: no such limit.
+      answers: the source of answers about plans for the devices.
+      minutes: the CPU minutes after which nothing more is compiled; None: no limit.
     """
 
     def __init__(self, answers: Answers, minutes: float | None = None):
@@ -32,26 +32,28 @@ class Search:
         self.choices: list[Choice] = []
         self.excluded: list[Excluded] = []
         self.prices: list[Prices] = []
-        self.capacity_factor: float | None = None  # of all plans
-        self.unbounded = ""  # why dropless plans have no room for all tokens, if nobody asked for less
+        # The capacity factor of all plans.
+        self.capacity_factor: float | None = None
+        # Why dropless plans have no room for all tokens, where no capacity factor was given.
+        self.unbounded = ""
         self.left = 0
         self._said: Choice | None = None
         self._clock = Clock(minutes)
 
     def explore(self, wanted: Wanted, *, whole: bool = False) -> None:
-        """Count, compile and price; ``choices`` grow meanwhile.
+        """Count, compile and price plans; ``choices`` grows meanwhile.
 
         Without a capacity factor dropless plans have the room that ``with_room`` finds.
 
         Args:
-          wanted: what plans.
-          whole: compile every case of which a plan may fit, however long it takes; else the one with the least bound
-            first, and none whose bound is not below the shortest step so far. Cases that are timed on this machine have
-            no bounds, and are timed in their order.
+          wanted: the plans to choose from.
+          whole: whether every case of which a plan may fit is compiled, however long it takes. Else the case with the
+            least bound comes first, and none is compiled whose bound is not below the shortest step so far. Cases that
+            are timed on this machine have no bounds, and are timed in their order.
 
         Raises:
-          CommandError: what the first case cannot have, and the most different one neither, for the same reason word
-            for word: no case can, such as a program that there is not.
+          CommandError: the first case and the most different one have the same error, word for word: then every case
+            has it, for example that there is no such program.
         """
         shards = sorted(wanted.shards, key=planner.SHARDS.index)
         wanted, self.unbounded = with_room(self.answers, wanted)
@@ -126,18 +128,20 @@ class Search:
         self.excluded.sort(key=lambda found: found.seconds or 0.0)
 
     def _count_one_of_each(self, bounds: Bounds, wanted: Wanted, shards: Sequence[Shard]) -> None:
-        """Count one cut of each way to compute again and to reach experts, so that the work of all is known.
+        """Count one cut for each remat and dispatch, so that the work of all cuts is known.
 
-        Where a cut's error is that of the most different one of the same layout, word for word, the layout has none.
+        Where a cut has the same error, word for word, as the most different cut of its layout, all cuts of the layout
+        are refused.
         """
         tried: list[Cut] = []
         while True:
-            left: dict[str, Cut] = {}  # one of a dispatch at once: of one that does not fit others follow
+            # One cut of each dispatch at a time: a cut that does not fit may rule out others.
+            left: dict[str, Cut] = {}
             for cut in bounds.cuts():
                 known = cut in tried or bounds.is_known(cut)
                 if not known and self._is_told_apart(bounds.representative(cut), wanted):
                     left.setdefault(cut.dispatch, cut)
-            # The first alone, for it tells whether ways to the experts differ, and what all cuts have wrong.
+            # The first cut is counted alone: it tells whether dispatches differ, and errors that all cuts share.
             cuts = list(left.values())[: None if tried else 1]
             if not cuts:
                 return
@@ -163,9 +167,9 @@ class Search:
                     tried += gone
 
     def _count(self, bounds: Bounds, cuts: Sequence[Cut], shards: Sequence[Shard]) -> list[Exception | None]:
-        """Count cuts, several at once, with as much shared out as may be; but none that cannot fit.
+        """Count cuts, several at once, with the most sharding that is allowed; cuts that cannot fit are left out.
 
-        Returns why each could not be counted.
+        Returns for each cut the error, or None.
         """
         plans: dict[Cut, Plan] = {}
         for cut in cuts:
@@ -186,7 +190,7 @@ class Search:
         return list(map(errors.get, cuts))
 
     def _is_told_apart(self, plan: Plan, wanted: Wanted) -> bool:
-        """Whether a plan's way to the experts makes a difference: the first that is wanted does."""
+        """Whether a plan differs from others: without tokens sent to experts, only the first dispatch is tried."""
         return self.answers.dispatches or plan.dispatch == wanted.dispatches[0]
 
     @property
@@ -196,7 +200,7 @@ class Search:
         return min((seconds for seconds in known if seconds is not None), default=math.inf)
 
     def _say_bounds(self, bounds: Bounds) -> None:
-        """What is known before anything is compiled, which takes long."""
+        """Print the least bounds before anything is compiled, which takes long."""
         cases = bounds.open_cases()
         if not cases:
             print("no case fits", file=sys.stderr)
@@ -214,17 +218,18 @@ class Search:
         print("\n".join(lines), file=sys.stderr)
 
     def _say_estimate(self, plan: Plan, title: str) -> None:
-        """What a step takes if all stages are like most, whose units are soon compiled: all kinds take minutes."""
+        """Print a step's time if all stages were like most: their units compile soon, all kinds take minutes."""
         try:
             step = self.answers.ask(plan, "usual", title).step
         except (Died, CommandError):
-            return  # told, and decided on, when all are compiled
+            # Reported and handled when all units are compiled.
+            return
         if step is not None:
             words = f"were all stages like most of them, a step took {step.seconds:.4g} s, {percent(step.mfu)} MFU"
             print(f"{words}: {_how(plan)}; compiling the others", file=sys.stderr)
 
     def _say_best(self) -> None:
-        """Name the best plan so far, once."""
+        """Print the best plan so far, unless it was printed before."""
         for best in planner.ranked(self.choices)[:1]:
             if best == self._said:
                 return
@@ -235,10 +240,10 @@ class Search:
     def consider(
         self, case: Case, shards: Sequence[Shard], title: str, bounds: Bounds | None = None
     ) -> Exception | None:
-        """All plans of a case; ``shards`` from the least on. Returns why there are none, if it could not be asked.
+        """Price all plans of a case; ``shards`` has the least sharding first. Returns the error if asking failed.
 
-        With less shared out than there is probably room for, units are compiled last. Once a plan is priced, more are
-        compiled only if they will end in time.
+        Units of plans with too little sharding to fit, probably, are compiled last. Once a plan is priced, more units
+        are compiled only if they will end in time.
         """
         done: list[Choice] = []
         plans: Sequence[Plan] = case.plans
@@ -285,7 +290,7 @@ class Search:
     def _roomy_first(
         self, case: Case, fit: Sequence[Plan], counts: Mapping[Shard, Answer], bounds: Bounds | None
     ) -> list[Shard]:
-        """What is shared out where a plan probably fits, from the least on; then the rest, from the most on."""
+        """The shardings with which a plan probably fits, the least first; then the others, the most first."""
 
         def is_roomy(shard: Shard) -> bool:
             memory = counts[shard].memory
@@ -297,10 +302,10 @@ class Search:
         return [*roomy, *(shard for shard in reversed([*counts]) if shard not in roomy)]
 
     def nearest(self) -> Answer | None:
-        """Of what was counted and does not fit, the plan that needs least, with options that would make it fit.
+        """Of the plans that were counted and do not fit, the one that needs least, with options that make it fit.
 
-        None where nothing was counted, or the plan cannot be had for another reason, or others were not tried. Where a
-        case was compiled it is known to need more than what is counted, by which options are found.
+        None where nothing was counted, the plan is impossible for another reason, or cases were left untried. Compiled
+        cases do not count: they are known to need more than their count, from which the options are found.
         """
         if self.excluded:
             return None
@@ -316,15 +321,15 @@ class Search:
 
 
 _FIRST = 5
-"""Bounds that are told before anything is compiled."""
+"""Number of bounds that are printed before anything is compiled."""
 
 _NO_MINUTES = "no CPU minutes left"
 _NOT_COUNTED = ", not counted: it may not fit"
-"""Counting all that may be told takes minutes, so a cut is counted when its turn has come, and bounded by others."""
+"""Said of cuts whose turn has not come: counting all cuts takes minutes, so until then others bound them."""
 
 
 def _say_room(plan: Plan, counted: Memory, num_devices: int, title: str) -> None:
-    """What a plan's units need of this machine's memory, before they run here: others may have taken it."""
+    """Print how much of this machine's memory a plan's units need, before they run here: others may have taken it."""
     assert counted.limit is not None
     needs, room = (gib(num_devices * each) for each in (planner.needed(plan, counted), counted.limit))
     words = f"{title}: its units run here, in about {needs} GiB of this machine's {room}, and what they compute with"

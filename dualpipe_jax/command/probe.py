@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from dualpipe_jax.command.child import Job
 
 _STARTING = 180.0
-"""Seconds to load JAX and find the devices, if --limit is not longer."""
+"""Seconds allowed to load JAX and find the devices, unless --limit is longer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,8 @@ class Probe:
     """
 
     pp: Count = None
-    """Number of pipeline ranks. If left out, 2 where the number of devices is even, else 1."""
+    """Number of pipeline ranks. If left out, the number of devices divided by --ep; without --ep, 2 where the
+    number of devices is even, else all devices."""
     ep: Count = None
     """Number of devices of each rank. If left out, all devices are shared out over the ranks."""
     cpu: Count = None
@@ -81,7 +82,10 @@ class Probe:
         return 0 if worked else 1
 
     def explore(self, names: list[str]) -> dict[str, Any]:
-        """Results by name. An experiment that ends its process is reported, and another process goes on after it."""
+        """Run experiments; returns the devices, and results by name.
+
+        An experiment that ends its process is reported, and another process goes on after it.
+        """
         from dualpipe_jax.command.child import Died, Hung, ask
 
         found: dict[str, Any] = {"devices": {}, "results": {}}
@@ -112,7 +116,7 @@ class Probe:
         return max(self.limit, _STARTING) if stage == "starting" else self.limit
 
     def _jobs(self, request: dict[str, Any]) -> "list[Job]":
-        """What each process is asked, and its environment."""
+        """The request and the environment of each process."""
         if self.processes is None:
             return [(request, self._environment(0, 1))]
         count, address = self.processes, f"127.0.0.1:{free_port()}"
@@ -156,7 +160,7 @@ class Probe:
 
 
 def _in_brief(death: str) -> str:
-    """A process's end in a line; runtimes have watchdogs of their own, which end it for a hang."""
+    """A process's end in a line. Runtimes have watchdogs of their own, which end a process that hangs."""
     words = " ".join(death.split())[:240]
     return f"hung until the runtime ended it: {words}" if "timeout" in death.lower() else words
 

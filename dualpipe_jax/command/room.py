@@ -1,4 +1,4 @@
-"""How much room a search gives dropless plans, where nobody said it: for all tokens, or where that is far, bounded."""
+"""The room at the experts of dropless plans where none is given: for all tokens, or bounded if that is out of reach."""
 
 import dataclasses
 import sys
@@ -13,12 +13,12 @@ from dualpipe_jax.step_options import BOUNDED
 
 
 def with_room(answers: Answers, wanted: Wanted) -> tuple[Wanted, str]:
-    """What is wanted, and "" or, where it was bounded to ``BOUNDED``, why: room for all tokens is out of reach.
+    """``wanted`` and "", or a copy bounded to ``BOUNDED`` and the reason: room for all tokens is out of reach.
 
-    Out of reach is what fits in no plan, or takes twice as long.
+    It is out of reach if it fits in no plan, or makes a step more than ``_FAR`` times as long as bounded room.
 
     Raises:
-      CommandError: what neither the first plan nor the last can have, for the same reason.
+      CommandError: the first plan and the last have the same error.
     """
     if wanted.base.capacity_factor is not None or "dropless" not in wanted.dispatches:
         return wanted, ""
@@ -33,9 +33,9 @@ def with_room(answers: Answers, wanted: Wanted) -> tuple[Wanted, str]:
 
 
 def _least_dropless(answers: Answers, wanted: Wanted) -> tuple[str, float]:
-    """Why no dropless plan fits, and the least seconds of a step; empty and 0 if nobody knows.
+    """Why no dropless plan fits, and the least seconds of a step; empty and 0 if unknown.
 
-    It is counted for the plan that needs least: of what keeps least, the one with the fewest devices that exchange
+    The plan that needs least memory is counted: of those that keep least, the one with the fewest devices that exchange
     tokens, which is the one with the most ranks.
     """
     dropless = dataclasses.replace(wanted, dispatches=("dropless",))
@@ -51,16 +51,18 @@ def _least_dropless(answers: Answers, wanted: Wanted) -> tuple[str, float]:
         )
     except (Died, CommandError) as error:
         answers.raise_if_shared(error, planner.with_shard(bounds.representative(last), most))
-        return "", 0.0  # told of the case whose turn it is
+        # Reported when the case's turn comes.
+        return "", 0.0
     if counted.memory is None or counted.memory.limit is None or not answers.dispatches:
         return "", 0.0
     bounds.add_counts(cut, counted)
     if needs := bounds.why_none_fits(cut):
         return needs, 0.0
-    if not counted.products:  # units are timed, so nothing says beforehand how long they take
+    # Units are timed, so nothing says beforehand how long they take.
+    if not counted.products:
         return "", 0.0
     return "", min(bounds.seconds(case) for case in bounds.cases[cut] if case in bounds.open_cases())
 
 
 _FAR = 2.0
-"""A step with room for all tokens that takes so many times as long as a bounded one is for those who ask for it."""
+"""Room for all tokens is given up if its step takes more than this many times as long as one with bounded room."""

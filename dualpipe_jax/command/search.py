@@ -86,10 +86,10 @@ class Search(Within):
         return 0
 
     def find(self, costs: CostModel, sizes: MemoryModel) -> Schedule:
-        """The schedule found.
+        """Search for the schedule.
 
         Raises:
-          NothingFits: the memory holds none.
+          NothingFits: the memory limit allows no schedule.
         """
         from dualpipe_jax.schedule.optimize.search import search
 
@@ -123,7 +123,8 @@ def _verdict(ours: Row, named: list[Row], units: Units) -> str:
     if math.isclose(ours.makespan, best.makespan, rel_tol=REL_TOLERANCE):
         return f"as long as {best.name}, the best of the named that fit"
     change = best.makespan - ours.makespan
-    which = "shorter" if change > 0 else "longer"  # than one on another placement than was asked for
+    # Longer only than one on another placement than was asked for.
+    which = "shorter" if change > 0 else "longer"
     by = percent(abs(change) / best.makespan)
     return f"{units.duration(abs(change))} ({by}) {which} than {best.name}, the best of the named that fit"
 

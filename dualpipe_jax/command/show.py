@@ -75,13 +75,13 @@ class Show:
 
 
 def _check_lines(num_ranks: int, num_microbatches: int, shape: Shape) -> None:
-    """Whether lines drawn to time may have room for so many actions, asked before there is a schedule.
+    """Refuse counts whose lines, drawn to time, would be too long. It is called before the schedule is made.
 
-    A microbatch passes all ranks there and back, and a rank sees all microbatches there and back; an action takes at
-    least four characters, such as 0F0 and what stands between.
+    A microbatch passes all ranks forward and backward, and a rank runs all microbatches forward and backward; an action
+    takes at least four characters, such as 0F0 and a separator.
 
     Raises:
-      CommandError: they have none, whatever the costs, or there are too many actions for any format.
+      CommandError: the lines are too long whatever the costs, or there are too many actions for any format.
     """
     check_size(num_ranks, num_microbatches, shape)
     width, most = 2 * len("0F0 ") * max(num_ranks, num_microbatches), most_characters(num_ranks)
@@ -100,7 +100,7 @@ def _moment(asked: str | None) -> tuple[int, float]:
 
 
 def _explain(timeline: Timeline, moment: tuple[int, float] | None, links: list[Link], units: Units) -> str:
-    """A line for each link of the chain of a rank's moment, or of the critical path where there is none."""
+    """A line for each link of a chain: that of a rank's moment, or the critical path if ``moment`` is None."""
     if moment is None:
         return "\n".join([f"the step takes {units.duration(timeline.makespan)}, last", *_lines(links)])
     rank, time = moment
@@ -121,7 +121,7 @@ def _lines(links: list[Link]) -> list[str]:
 
 
 def draw_in_terminal(timeline: Timeline, share: Share) -> None:
-    """Print the schedule to time, a row of colored cells for each rank."""
+    """Print the schedule drawn to time, a row of colored cells for each rank."""
     from dualpipe_jax.command.drawing import print_drawing
 
     schedule = timeline.schedule

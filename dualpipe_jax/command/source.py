@@ -13,18 +13,18 @@ from dualpipe_jax.schedule.names import SCHEDULES, find, is_known, make
 
 
 def is_file(name: str) -> bool:
-    """Whether a name is a file's: - is standard input, and a schedule's own name comes first."""
+    """Whether a name is that of a file, or - for standard input; the name of a known schedule is not a file's."""
     return name == "-" or (not is_known(name) and Path(name).is_file())
 
 
 def schedule_of(
     name: str, ranks: int | None, microbatches: int | None, shape: Shape, pipes: str | None = None
 ) -> tuple[Schedule, Given]:
-    """The schedule of that name, or in that file, with no more stashes than may be; and what the file says of costs.
+    """The schedule with a name or in a file, with its stashes limited by ``shape``; and the costs that the file gives.
 
     Raises:
-      CommandError: counts are missing, or there are too many.
-      ValueError: there is none of that name, not with these counts, or the file holds none.
+      CommandError: counts are missing, too large, or given with a file.
+      ValueError: there is no schedule of that name, or not with these counts, or the file holds none.
     """
     if is_file(name):
         if ranks or microbatches:
@@ -40,13 +40,14 @@ def schedule_of(
 def schedules_of(
     names: Sequence[str], ranks: int | None, microbatches: int | None, shape: Shape, pipes: str | None = None
 ) -> tuple[list[Schedule], dict[str, str], Given]:
-    """The schedules named and those in files (all, if none is named), and the reason for each that is refused.
+    """The schedules named and those in files (all schedules, if none is named), and the reason for each refused one.
 
-    A schedule of a file is called by the file's name. Counts that are left out are those of the first file, and
-    what it says of costs comes third.
+    The third result is the costs that the first file gives. A schedule of a file is called by the file's name. Counts
+    that are left out are those of the first file.
 
     Raises:
-      CommandError: there is no such name, or no counts.
+      CommandError: counts are missing or too large.
+      ValueError: there is no schedule of a name, or a file holds none.
     """
     loaded = {name: load(name, pipes) for name in names if is_file(name)}
     files = {
@@ -80,10 +81,10 @@ def schedules_of(
 
 
 def load(name: str, pipes: str | None = None) -> tuple[Schedule, Given]:
-    """The valid schedule in a file, and what the file says of its costs.
+    """The valid schedule in a file, and the costs that the file gives.
 
     Raises:
-      CommandError: the file is no text, or does not say where stages live and ``pipes`` does not either.
+      CommandError: the file is not text, or neither it nor ``pipes`` says on which ranks stages are placed.
       ScheduleError: it holds no schedule, or an invalid one; says what is wrong.
     """
     placement = None if pipes is None else parse_pipes(pipes)
@@ -98,10 +99,10 @@ def load(name: str, pipes: str | None = None) -> tuple[Schedule, Given]:
 
 
 def read(text: str, placement: Placement | None, is_csv: bool = False) -> Schedule:
-    """The schedule of a text in any format that holds one, of CSV if so told; not validated.
+    """The schedule of a text in any format that holds one, not validated; ``is_csv``: the text is CSV for sure.
 
     Raises:
-      CommandError: the text does not say where stages live, and no placement is given.
+      CommandError: the text does not say on which ranks stages are placed, and no placement is given.
       ValueError: it cannot be read.
     """
     if text.lstrip().startswith(("{", "[")):
