@@ -15,11 +15,20 @@ from dualpipe_jax.command.probe import Probe
 from dualpipe_jax.inspect.measured import measured_rates
 from dualpipe_jax.probe import units
 from dualpipe_jax.probe.experiments import experiment
-from dualpipe_jax.probe.findings import ALL, BARE, FORMS, TRIALS, outcome, rates_file, stands, verdict
+from dualpipe_jax.probe.findings import (
+    DEFAULT_EXPERIMENTS,
+    FORMS,
+    GUARD_FORMS,
+    TRIALS,
+    outcome,
+    passes,
+    rates_file,
+    recommend,
+)
 from dualpipe_jax.probe.place import Place
 
 WORKS = {"ok": True}
-EVERYTHING = {f"{trial}-{form}": WORKS for form in BARE for trial in TRIALS} | {"units-none": WORKS}
+EVERYTHING = {f"{trial}-{form}": WORKS for form in GUARD_FORMS for trial in TRIALS} | {"units-none": WORKS}
 
 
 @pytest.fixture
@@ -42,7 +51,7 @@ def test_a_machine_on_which_all_works(here, capfd):
     assert progress.count("probe: starting") <= 1, "one process did it all"
     found = json.loads((here / "rates.json").read_text())
     assert found["divergence"] == "loop" and found["devices"]["number"] == 4
-    assert set(found["results"]) == {n for n in ALL if n.startswith(tuple(only))}
+    assert set(found["results"]) == {n for n in DEFAULT_EXPERIMENTS if n.startswith(tuple(only))}
     assert not [name for name, result in found["results"].items() if not result.get("ok", True)]
     rates, costs = found["rates"], found["costs"]
     assert rates["all-to-all"]["devices"] == 2
@@ -245,28 +254,30 @@ def test_more_devices_than_there_are(here, capfd):
 )
 def test_the_setting(broken, setting):
     results = EVERYTHING | {name: {"ok": False, "why": "hung"} for name in broken}
-    found = verdict(results, "loop")
+    found = recommend(results, "loop")
     assert found.divergence == setting and found.told
     text = " ".join(found.sentences)
     assert (f'divergence="{setting}"' in text) if setting else "Nothing works" in text
     for form in FORMS:
-        assert stands(results, form) == (not any(name.endswith(form) for name in broken)), form
+        assert passes(results, form) == (not any(name.endswith(form) for name in broken)), form
 
 
 def test_the_setting_is_the_default_of_the_platform():
-    found = verdict(EVERYTHING, "switch")
+    found = recommend(EVERYTHING, "switch")
     assert found.divergence == "switch"
     assert found.sentences[0].startswith('Use Pipeline(..., divergence="switch"), which is the default here')
     broken = EVERYTHING | {"guard-switch": {"ok": False, "why": "hung"}}
-    assert verdict(broken, "switch").divergence == "loop"
+    assert recommend(broken, "switch").divergence == "loop"
 
 
 def test_what_was_not_tried_is_not_said_to_work():
-    alone = {f"{trial}-{form}": {"skipped": "--pp 1: one rank"} for form in BARE for trial in [*TRIALS][:3]}
-    found = verdict(alone, "loop")
+    alone = {
+        f"{trial}-{form}": {"skipped": "--pp 1: one rank"} for form in GUARD_FORMS for trial in [*TRIALS][:3]
+    }
+    found = recommend(alone, "loop")
     assert (found.divergence, found.told) == (None, False)
     assert found.sentences[0].startswith("Too little was tried")
-    found = verdict(alone | {f"units-{form}": WORKS for form in FORMS}, "loop")
+    found = recommend(alone | {f"units-{form}": WORKS for form in FORMS}, "loop")
     assert found.divergence == "loop"
     assert "Of ranks that part ways nothing was learnt (--pp 1: one rank)." in found.sentences
 
@@ -286,9 +297,9 @@ def test_a_step_that_does_not_repeat(in_order, words):
     )
     assert outcome(loose) == "differs in 2 of 6 arrays: [0][0], [1]['shared']"
     assert f"Run again, a step differs in its last bits; {words}" in " ".join(
-        verdict(results, "loop").sentences
+        recommend(results, "loop").sentences
     )
-    assert "Run again" not in " ".join(verdict({"repeats": loose | {"differ": []}}, "loop").sentences)
+    assert "Run again" not in " ".join(recommend({"repeats": loose | {"differ": []}}, "loop").sentences)
 
 
 @pytest.mark.slow
@@ -333,7 +344,7 @@ def test_slow_links_and_cheap_guards_are_named():
         "cost-loop": {"skipped_seconds": 5e-6, "taken_seconds": 9e-5},
         "cost-switch": {"skipped_seconds": 1e-6, "taken_seconds": 2e-5},
     }
-    text = " ".join(verdict(EVERYTHING | more, "loop").sentences)
+    text = " ".join(recommend(EVERYTHING | more, "loop").sentences)
     assert "Slow links, in the median of all groups, all-to-all within a group: rank 2 50%." in text
     assert 'Guards of the form "switch" take 70 us less a tick' in text
     assert outcome(more["rate-all-to-all"]) == "1 GB/s, 1 us each"

@@ -13,14 +13,14 @@ from dualpipe_jax.command.options import CommandError, Count, check_files
 from dualpipe_jax.command.output import say_written, show, show_json
 from dualpipe_jax.present.table import Table
 from dualpipe_jax.probe.findings import (
-    ALL,
-    IN_ORDER,
+    DEFAULT_EXPERIMENTS,
     MEASURES,
     PERMUTE_INSIDE,
+    REPEATS_IN_ORDER,
     outcome,
     rates_file,
+    recommend,
     title,
-    verdict,
 )
 from dualpipe_jax.processes import free_port, gpu_environment, too_few_gpus
 
@@ -70,7 +70,7 @@ class Probe:
         self._check()
         found = self.explore(_chosen(self.only))
         results = found["results"]
-        result = verdict(results, found["devices"].get("usual_divergence", "loop"))
+        result = recommend(results, found["devices"].get("usual_divergence", "loop"))
         self.output.write_text(json.dumps(rates_file(found, result.divergence), indent=2) + "\n")
         say_written(self.output)
         if self.json:
@@ -91,8 +91,8 @@ class Probe:
         found: dict[str, Any] = {"devices": {}, "results": {}}
         left = names
         while left:
-            in_order = left[0] == IN_ORDER
-            now = [name for name in left if (name == IN_ORDER) == in_order]
+            in_order = left[0] == REPEATS_IN_ORDER
+            now = [name for name in left if (name == REPEATS_IN_ORDER) == in_order]
             request = {"pp": self.pp, "ep": self.ep, "experiments": now, "sums_in_order": in_order}
             (first, environment), *others = self._jobs(request)
             try:
@@ -167,14 +167,14 @@ def _in_brief(death: str) -> str:
 
 def _chosen(only: tuple[str, ...]) -> list[str]:
     """Experiments by their names' beginnings, in the order in which they are done."""
-    known = [PERMUTE_INSIDE, *ALL]
+    known = [PERMUTE_INSIDE, *DEFAULT_EXPERIMENTS]
     for asked in only:
         if not any(name.startswith(asked) for name in known):
             near = difflib.get_close_matches(asked, known, n=1)
             meant = f"did you mean {near[0]}? There" if near else "there"
             raise CommandError(f"--only {asked}: no experiment; {meant} are {', '.join(known)}")
     if not only:
-        return [*ALL]
+        return [*DEFAULT_EXPERIMENTS]
     chosen = [name for name in known if any(name.startswith(asked) for asked in only)]
     return [name for name in chosen if name != PERMUTE_INSIDE or name in only]
 

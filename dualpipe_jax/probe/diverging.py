@@ -81,11 +81,11 @@ def difference(got: np.ndarray, wanted: np.ndarray) -> str:
     return "" if off <= 1e-5 else f"wrong results, off by {off:.1e} of the largest"
 
 
-def has_groups(place: Place) -> str:
+def why_no_groups(place: Place) -> str:
     """Why all-to-alls cannot be tested on these devices; empty if they can."""
     return "" if place.ep > 1 else f"--{EP} 1: a group of one device has no all-to-all"
 
 
-def has_ranks(place: Place) -> str:
+def why_no_ranks(place: Place) -> str:
     """Why diverging ranks cannot be tested on these devices; empty if they can."""
     return "" if place.pp > 1 else f"--{PP} 1: one rank cannot part ways with another"

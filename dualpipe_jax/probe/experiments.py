@@ -10,8 +10,8 @@ import jax
 from dualpipe_jax.engine.guard import usual_divergence
 from dualpipe_jax.inspect.compiler import IN_ORDER
 from dualpipe_jax.probe import diverging, layer, parts, timing, units
-from dualpipe_jax.probe.diverging import has_groups, has_ranks
-from dualpipe_jax.probe.findings import BARE, FORMS, PERMUTE_INSIDE, REPEATS, TRIALS
+from dualpipe_jax.probe.diverging import why_no_groups, why_no_ranks
+from dualpipe_jax.probe.findings import FORMS, GUARD_FORMS, PERMUTE_INSIDE, REPEATS, TRIALS
 from dualpipe_jax.probe.place import Place
 from dualpipe_jax.worker import say
 
@@ -25,10 +25,10 @@ def _trial(works: Callable[[Place], str], *needs: Callable[[Place], str]) -> Exp
         wrong = works(place)
         return {"ok": False, "why": wrong} if wrong else {"ok": True}
 
-    return _needing(run, *needs)
+    return _skip_unless(run, *needs)
 
 
-def _needing(experiment: Experiment, *needs: Callable[[Place], str]) -> Experiment:
+def _skip_unless(experiment: Experiment, *needs: Callable[[Place], str]) -> Experiment:
     def run(place: Place) -> dict[str, Any]:
         lacking = [why for need in needs if (why := need(place))]
         return {"skipped": lacking[0]} if lacking else experiment(place)
@@ -37,22 +37,22 @@ def _needing(experiment: Experiment, *needs: Callable[[Place], str]) -> Experime
 
 
 def _trials() -> Iterator[tuple[str, Experiment]]:
-    for form in BARE:
+    for form in GUARD_FORMS:
         of = functools.partial(diverging.diverging, form=form)
         guard, exchange, beside, _ = (f"{trial}-{form}" for trial in TRIALS)
-        yield guard, _trial(of, has_ranks)
-        yield exchange, _trial(functools.partial(of, exchange=True), has_ranks, has_groups)
-        yield beside, _trial(functools.partial(of, exchange=True, beside=True), has_ranks, has_groups)
+        yield guard, _trial(of, why_no_ranks)
+        yield exchange, _trial(functools.partial(of, exchange=True), why_no_ranks, why_no_groups)
+        yield beside, _trial(functools.partial(of, exchange=True, beside=True), why_no_ranks, why_no_groups)
     for form in FORMS:
-        yield f"units-{form}", _trial(functools.partial(units.units, form=form))
-    yield PERMUTE_INSIDE, _trial(diverging.permute_inside, has_ranks, has_groups)
+        yield f"units-{form}", _trial(functools.partial(units.check_units, form=form))
+    yield PERMUTE_INSIDE, _trial(diverging.permute_inside, why_no_ranks, why_no_groups)
 
 
 EXPERIMENTS: Mapping[str, Experiment] = {
     **dict(_trials()),
-    **{f"cost-{form}": functools.partial(timing.guards, form=form) for form in BARE},
-    "rate-all-to-all": _needing(timing.all_to_alls, has_groups),
-    "rate-permute": _needing(timing.permutes, has_ranks),
+    **{f"cost-{form}": functools.partial(timing.guards, form=form) for form in GUARD_FORMS},
+    "rate-all-to-all": _skip_unless(timing.all_to_alls, why_no_groups),
+    "rate-permute": _skip_unless(timing.permutes, why_no_ranks),
     "rate-matmul": timing.matmuls,
     "rate-products": parts.products,
     "rate-attention": parts.attention,

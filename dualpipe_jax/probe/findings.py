@@ -7,10 +7,10 @@ from typing import Any, Literal
 
 Form = Literal["loop", "switch", "none"]
 
-BARE: tuple[Form, ...] = ("loop", "switch")
+GUARD_FORMS: tuple[Form, ...] = ("loop", "switch")
 """Forms of guards in which ranks diverge."""
 
-FORMS: tuple[Form, ...] = (*BARE, "none")
+FORMS: tuple[Form, ...] = (*GUARD_FORMS, "none")
 
 TRIALS = {
     "guard": "work in a {} that only some ranks take",
@@ -38,25 +38,25 @@ MEASURES = {
     "repeats-in-order": "the same where XLA is told to sum in order",
 }
 
-IN_ORDER = "repeats-in-order"
+REPEATS_IN_ORDER = "repeats-in-order"
 """An experiment that runs in a process of its own, because XLA reads its flags once."""
 
-REPEATS = ("repeats", IN_ORDER)
+REPEATS = ("repeats", REPEATS_IN_ORDER)
 
-ALL = (
-    *(f"{trial}-{form}" for form in BARE for trial in [*TRIALS][:3]),
+DEFAULT_EXPERIMENTS = (
+    *(f"{trial}-{form}" for form in GUARD_FORMS for trial in [*TRIALS][:3]),
     *(f"units-{form}" for form in FORMS),
     *MEASURES,
 )
 """Names of the experiments that are run by default, in order."""
 
-_NAMES = {"loop": "loop of zero or one trips", "switch": "conditional"}
-_SLOW = 0.7
+_FORM_NAMES = {"loop": "loop of zero or one trips", "switch": "conditional"}
+_SLOW_SHARE = 0.7
 """A group is reported as slow if its rate is below this share of the median of all groups."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
+class Recommendation:
     """The setting to use, and why.
 
     Attributes:
@@ -77,7 +77,7 @@ def title(name: str) -> str:
         return "a permute in a loop that only some ranks take"
     trial, _, form = name.rpartition("-")
     ways = {"loop": "in loops", "switch": "in one conditional", "none": "in lockstep"}
-    return f"{TRIALS[trial]}, {ways[form]}" if trial == "units" else TRIALS[trial].format(_NAMES[form])
+    return f"{TRIALS[trial]}, {ways[form]}" if trial == "units" else TRIALS[trial].format(_FORM_NAMES[form])
 
 
 def outcome(result: Mapping[str, Any]) -> str:
@@ -98,7 +98,7 @@ def outcome(result: Mapping[str, Any]) -> str:
         latency = f", {_time(result['latency'])} each" if result.get("latency") else ""
         return f"{result['bytes_per_second'] / 1e9:.3g} GB/s{latency}"
     if "differ" in result:
-        return _repeated(result)
+        return _repeats_in_words(result)
     if "skipped_seconds" in result:
         return (
             f"{_time(result['skipped_seconds'])} with none taken, {_time(result['taken_seconds'])} with one"
@@ -110,22 +110,22 @@ def _flops(rate: float) -> str:
     return f"{rate / 1e12:.3g} TFLOP/s"
 
 
-def _repeated(result: Mapping[str, Any]) -> str:
+def _repeats_in_words(result: Mapping[str, Any]) -> str:
     if not result["differ"]:
         return f"the same in {result['runs']} runs"
     return f"differs in {len(result['differ'])} of {result['leaves']} arrays: {', '.join(result['differ'])}"
 
 
-def verdict(results: Mapping[str, Mapping[str, Any]], usual: Form) -> Verdict:
+def recommend(results: Mapping[str, Mapping[str, Any]], usual: Form) -> Recommendation:
     """The setting to use: ``usual``, the engine's default on these devices, if it works, else the next that does."""
     order = (usual, *(form for form in FORMS if form != usual))
-    states = {form: stands(results, form) for form in FORMS}
+    states = {form: passes(results, form) for form in FORMS}
     setting = next((form for form in order if states[form]), None)
     told = setting is not None or False in states.values()
-    return Verdict(setting, told, tuple(_sentences(results, setting, states, usual)))
+    return Recommendation(setting, told, tuple(_sentences(results, setting, states, usual)))
 
 
-def stands(results: Mapping[str, Mapping[str, Any]], form: str) -> bool | None:
+def passes(results: Mapping[str, Mapping[str, Any]], form: str) -> bool | None:
     """Whether a form passed its trials; None if none of them failed, and the last, the units, was not run."""
     found = [results.get(f"{trial}-{form}", {}).get("ok") for trial in TRIALS]
     return False if False in found else found[-1]
@@ -137,7 +137,7 @@ def _sentences(
     states: Mapping[Form, bool | None],
     usual: Form,
 ) -> Iterator[str]:
-    broken = [form for form in BARE if states[form] is False]
+    broken = [form for form in GUARD_FORMS if states[form] is False]
     if setting is None and False in states.values():
         yield "Nothing works that was tried: look at the reasons above before you train here."
     elif setting is None:
@@ -149,27 +149,27 @@ def _sentences(
         )
     else:
         default = ", which is the default here" if setting == usual else ""
-        yield f'Use Pipeline(..., divergence="{setting}"){default}: ranks may part ways in a {_NAMES[setting]}.'
+        yield f'Use Pipeline(..., divergence="{setting}"){default}: ranks may part ways in a {_FORM_NAMES[setting]}.'
     if broken and setting not in (None, "none"):
-        yield f"Not in a {' nor in a '.join(_NAMES[form] for form in broken)}."
+        yield f"Not in a {' nor in a '.join(_FORM_NAMES[form] for form in broken)}."
     lone = {
         result["skipped"] for name, result in results.items() if name not in MEASURES and "skipped" in result
     }
     yield from (f"Of ranks that part ways nothing was learnt ({why})." for why in sorted(lone))
-    yield from _cheaper(results, setting)
+    yield from _cheaper_guards(results, setting)
     loose, in_order = (results.get(name, {}).get("differ") for name in REPEATS)
     if loose:
         known = {
             True: "with scripts/train --deterministic, too, so a resumed run will not repeat what a whole one does",
             False: "with scripts/train --deterministic it does not",
-            None: f"the experiment {IN_ORDER} tells whether XLA can be told not to",
+            None: f"the experiment {REPEATS_IN_ORDER} tells whether XLA can be told not to",
         }
         yield f"Run again, a step differs in its last bits; {known[None if in_order is None else bool(in_order)]}."
     for name in ("rate-all-to-all", "rate-permute"):
-        yield from _slow(MEASURES[name], results.get(name, {}).get("by_group", {}))
+        yield from _slow_links(MEASURES[name], results.get(name, {}).get("by_group", {}))
 
 
-def _cheaper(results: Mapping[str, Mapping[str, Any]], setting: str | None) -> Iterator[str]:
+def _cheaper_guards(results: Mapping[str, Mapping[str, Any]], setting: str | None) -> Iterator[str]:
     other = {"loop": "switch", "switch": "loop"}.get(setting or "")
     own, less = (results.get(f"cost-{form}", {}).get("taken_seconds") for form in (setting, other))
     if own is not None and less is not None and less < own / 2:
@@ -179,10 +179,12 @@ def _cheaper(results: Mapping[str, Mapping[str, Any]], setting: str | None) -> I
         )
 
 
-def _slow(what: str, by_group: Mapping[str, float]) -> Iterator[str]:
+def _slow_links(what: str, by_group: Mapping[str, float]) -> Iterator[str]:
     if len(by_group) > 2:
         usual = statistics.median(by_group.values())
-        slow = [f"{group} {rate / usual:.0%}" for group, rate in by_group.items() if rate < _SLOW * usual]
+        slow = [
+            f"{group} {rate / usual:.0%}" for group, rate in by_group.items() if rate < _SLOW_SHARE * usual
+        ]
         if slow:
             yield f"Slow links, in the median of all groups, {what}: {', '.join(slow)}."
 
@@ -217,7 +219,7 @@ def rates_file(found: Mapping[str, Any], divergence: str | None) -> dict[str, An
             rates[name] = result[kept]
         elif not isinstance(kept, str) and kept[0] in result:
             rates[name] = {key: result[key] for key in kept}
-    guards = {form: results[f"cost-{form}"] for form in BARE if f"cost-{form}" in results}
+    guards = {form: results[f"cost-{form}"] for form in GUARD_FORMS if f"cost-{form}" in results}
     if guards:
         rates["guards"] = guards
     layer = results.get("layer", {})

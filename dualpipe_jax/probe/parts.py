@@ -12,14 +12,16 @@ import numpy as np
 
 from dualpipe_jax.parallel.expert_groups import KERNELS_BY_DEVICE, gpu_kind, grouped_matmul
 from dualpipe_jax.probe.place import Place, seconds
-from dualpipe_jax.probe.timing import product
+from dualpipe_jax.probe.timing import product_rate
 
 
 def products(place: Place) -> dict[str, Any]:
     """Operations a second in products of square matrices of several widths; a product's size is in operations."""
     widths = (64, 128, 256, 512) if place.is_small else (512, 1024, 2048, 4096, 8192)
     # Each width does the same work, but at most 1000 products: these take longer than the call's own overhead.
-    rates = {width: product(place, width, min(1000, 10 * (widths[-1] // width) ** 3)) for width in widths}
+    rates = {
+        width: product_rate(place, width, min(1000, 10 * (widths[-1] // width) ** 3)) for width in widths
+    }
     return {
         "products": [
             {"width": width, "size": 2 * width**3, "flops_per_second": rate} for width, rate in rates.items()

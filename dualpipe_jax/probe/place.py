@@ -62,11 +62,11 @@ class Place:
         return self.mesh.shape[EP]
 
     @property
-    def is_here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether this process drives one of the mesh's devices."""
         return any(device.process_index == jax.process_index() for device in self.mesh.devices.flat)
 
-    def part(self, ranks: slice) -> "Place":
+    def of_ranks(self, ranks: slice) -> "Place":
         """The place of some ranks alone: the other ranks take no part in its programs."""
         devices = self.mesh.devices[0, ranks]
         pp, ep = devices.shape

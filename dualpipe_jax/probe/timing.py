@@ -15,7 +15,7 @@ from dualpipe_jax.parallel import EP
 from dualpipe_jax.parallel.p2p import send
 from dualpipe_jax.probe.place import Place, seconds
 
-UNITS = 5
+NUM_GUARDS = 5
 """Number of guards of a tick, as in the engine (F, B, I, W and pairs): five loops, or one conditional's branches."""
 
 
@@ -32,12 +32,12 @@ def guards(place: Place, form: Divergence) -> dict[str, float]:
 
     def guarded(x: jax.Array, chosen: jax.Array) -> jax.Array:
         if form == "switch":
-            return run_one(chosen, [works(number) for number in range(UNITS)], x)
-        for number in range(UNITS):
+            return run_one(chosen, [works(number) for number in range(NUM_GUARDS)], x)
+        for number in range(NUM_GUARDS):
             x = run_if(chosen == number, works(number), x)
         return x
 
-    def of(body: Callable[[jax.Array, jax.Array], jax.Array], chosen: int) -> float:
+    def seconds_per_tick(body: Callable[[jax.Array, jax.Array], jax.Array], chosen: int) -> float:
         def run(x: jax.Array, chosen: jax.Array) -> jax.Array:
             return lax.scan(lambda x, number: (body(x, number), None), x, chosen)[0]
 
@@ -46,8 +46,8 @@ def guards(place: Place, form: Divergence) -> dict[str, float]:
         return seconds(lambda: step(x, numbers)) / ticks
 
     x = place.put(np.ones((place.pp, place.ep, 1024), np.float32))
-    bare = of(lambda x, number: x * (1 + number.astype(jnp.float32)), 0)
-    skipped, taken = (max(0.0, of(guarded, chosen) - bare) for chosen in (-1, 1))
+    bare = seconds_per_tick(lambda x, number: x * (1 + number.astype(jnp.float32)), 0)
+    skipped, taken = (max(0.0, seconds_per_tick(guarded, chosen) - bare) for chosen in (-1, 1))
     return {"skipped_seconds": skipped, "taken_seconds": taken}
 
 
@@ -58,10 +58,10 @@ def all_to_alls(place: Place) -> dict[str, Any]:
         return lax.all_to_all(x.reshape(place.ep, -1), EP, 0, 0).reshape(x.shape)
 
     sizes = payloads(place)
-    alone = {f"rank {rank}": (place.part(slice(rank, rank + 1)), exchange) for rank in range(place.pp)}
-    return line(sizes, [_chain(place, exchange, size) for size in sizes]) | {
+    alone = {f"rank {rank}": (place.of_ranks(slice(rank, rank + 1)), exchange) for rank in range(place.pp)}
+    return fit_line(sizes, [_seconds_in_chain(place, exchange, size) for size in sizes]) | {
         "devices": place.ep,
-        "by_group": _each_alone(alone, sizes[-1]),
+        "by_group": _rates_alone(alone, sizes[-1]),
     }
 
 
@@ -74,11 +74,11 @@ def permutes(place: Place) -> dict[str, Any]:
 
     sizes = payloads(place)
     alone = {
-        f"ranks {rank}, {rank + 1}": (place.part(slice(rank, rank + 2)), around(2))
+        f"ranks {rank}, {rank + 1}": (place.of_ranks(slice(rank, rank + 2)), around(2))
         for rank in range(place.pp - 1)
     }
-    times = [_chain(place, around(place.pp), size) for size in sizes]
-    return line(sizes, times) | {"by_group": _each_alone(alone, sizes[-1])}
+    times = [_seconds_in_chain(place, around(place.pp), size) for size in sizes]
+    return fit_line(sizes, times) | {"by_group": _rates_alone(alone, sizes[-1])}
 
 
 def payloads(place: Place) -> list[int]:
@@ -87,7 +87,7 @@ def payloads(place: Place) -> list[int]:
     return [size // unit * unit for size in ([1 << 14, 1 << 18] if place.is_small else [1 << 18, 1 << 26])]
 
 
-def line(sizes: Sequence[int], times: Sequence[float]) -> dict[str, float]:
+def fit_line(sizes: Sequence[int], times: Sequence[float]) -> dict[str, float]:
     """Fit seconds = latency + bytes / rate through the smallest and the largest payload.
 
     Where the fit gives a negative latency or no positive rate, the latency is 0 and the rate is the largest's.
@@ -100,19 +100,19 @@ def line(sizes: Sequence[int], times: Sequence[float]) -> dict[str, float]:
     return {"bytes_per_second": 1 / slope, "latency": latency}
 
 
-def _each_alone(
+def _rates_alone(
     parts: Mapping[str, tuple[Place, Callable[[jax.Array], jax.Array]]], size: int
 ) -> dict[str, float]:
     """Bytes a second of each part, one part after the other; only processes with a device of the part time it."""
     rates = []
     for name, (part, once) in parts.items():
         multihost_utils.sync_global_devices(name)
-        rates.append(size / _chain(part, once, size) if part.is_here else 0.0)
+        rates.append(size / _seconds_in_chain(part, once, size) if part.is_local else 0.0)
     found = np.reshape(multihost_utils.process_allgather(np.asarray(rates, np.float32)), (-1, len(parts)))
     return dict(zip(parts, found.max(axis=0).tolist(), strict=True))
 
 
-def _chain(place: Place, once: Callable[[jax.Array], jax.Array], size: int) -> float:
+def _seconds_in_chain(place: Place, once: Callable[[jax.Array], jax.Array], size: int) -> float:
     """Seconds of one collective in a chain of several, on float32 arrays of ``size`` bytes on each device."""
     times = 4 if place.is_small else 20
     step = place.on_devices(repeated(once, times))
@@ -128,10 +128,10 @@ def repeated(once: Callable[[jax.Array], jax.Array], times: int) -> Callable[[ja
 def matmuls(place: Place) -> dict[str, Any]:
     """Operations a second of one device in a product of square matrices; bfloat16, but float32 on CPU."""
     size, times = (512, 4) if place.is_small else (8192, 10)
-    return {"flops_per_second": product(place, size, times), "size": size, "dtype": place.dtype.name}
+    return {"flops_per_second": product_rate(place, size, times), "size": size, "dtype": place.dtype.name}
 
 
-def product(place: Place, size: int, times: int) -> float:
+def product_rate(place: Place, size: int, times: int) -> float:
     """Operations a second of one device in ``times`` products of square matrices, one after the other.
 
     Matrices are random: constants take less power, and a GPU that is bound by its power multiplies them a tenth faster.

@@ -21,7 +21,7 @@ RUNS = 5
 """Number of runs of a step whose bits are compared."""
 
 
-def units(place: Place, form: Divergence) -> str:
+def check_units(place: Place, form: Divergence) -> str:
     """What is wrong with a step whose ranks diverge in a form; empty if nothing is."""
     pipeline, params, batch = tiny_pipeline(place, form)
     with jax.default_matmul_precision("highest"):

@@ -34,7 +34,7 @@ class Execution(NamedTuple):
     end: float
 
 
-def guards(module: Module) -> dict[str, tuple[str, str]]:
+def unit_guards(module: Module) -> dict[str, tuple[str, str]]:
     """The (kind, guard) of the unit of each instruction.
 
     Left out are instructions of inner loops, which run more often, and those that stand behind several guards.

@@ -14,8 +14,8 @@ from dualpipe_jax.profile.match import (
     Unit,
     executions,
     expected_units,
-    guards,
     match,
+    unit_guards,
 )
 from dualpipe_jax.schedule import Action, CostModel, Schedule, Timeline, lower, simulate
 from dualpipe_jax.schedule.costs import stages_a_share
@@ -46,7 +46,7 @@ class Measured:
     @property
     def busy(self) -> tuple[float, ...]:
         """The time in which each rank ran a unit, in milliseconds."""
-        return tuple(_covered([(e.start, e.end) for _, e in rank]) for rank in self.units)
+        return tuple(_union_length([(e.start, e.end) for _, e in rank]) for rank in self.units)
 
     @property
     def bubble(self) -> float:
@@ -123,7 +123,7 @@ def measure(
     Raises:
       ProfileError: the trace holds no step of this program.
     """
-    units = guards(module)
+    units = unit_guards(module)
     fused = any(kind == "FB" for kind, _ in units.values())
     expected = expected_units(schedule, lower(schedule), fused=fused)
     by_run: dict[int, dict[int, list[Event]]] = defaultdict(lambda: defaultdict(list))
@@ -133,26 +133,26 @@ def measure(
             by_run[event.run][event.device].append(event)
     if not by_run:
         raise ProfileError("the trace has no unit of this program; was it taken while a step ran?")
-    steps = [_step(run, units, expected, devices) for _, run in sorted(by_run.items())]
+    steps = [_measure_step(run, units, expected, devices) for _, run in sorted(by_run.items())]
     durations: dict[str, list[float]] = defaultdict(list)
     for step in steps:
         for rank in step:
             for unit, execution in rank:
                 durations[unit.kind].append(execution.end - execution.start)
-    typical = sorted(steps, key=_length)[(len(steps) - 1) // 2]
+    typical = sorted(steps, key=_makespan)[(len(steps) - 1) // 2]
     found = {kind: tuple(times) for kind, times in durations.items()}
     return Measured(schedule, typical, found, len(steps))
 
 
-_Step = tuple[tuple[tuple[Unit, Execution], ...], ...]
+_MeasuredStep = tuple[tuple[tuple[Unit, Execution], ...], ...]
 
 
-def _step(
+def _measure_step(
     run: Mapping[int, Sequence[Event]],
     units: Mapping[str, tuple[str, str]],
     expected: Sequence[Sequence[Sequence[Unit]]],
     devices: Sequence[Sequence[int]],
-) -> _Step:
+) -> _MeasuredStep:
     ranks = []
     for rank, own in enumerate(devices):
         seen = [match(executions(run.get(d, ()), units), expected[rank], f"rank {rank}") for d in own]
@@ -172,11 +172,11 @@ def _step(
     )
 
 
-def _length(step: _Step) -> float:
+def _makespan(step: _MeasuredStep) -> float:
     return max(execution.end for rank in step for _, execution in rank)
 
 
-def _covered(spans: Sequence[tuple[float, float]]) -> float:
+def _union_length(spans: Sequence[tuple[float, float]]) -> float:
     """The length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualpipe_jax.present.figure import INK, POINTS, new_figure, save
-from dualpipe_jax.profile.timelines import Drawn
+from dualpipe_jax.profile.timelines import DrawnTimeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -15,7 +15,7 @@ _EMPTY = "#f1f1f4"
 _WIDTH, _LEFT, _RIGHT, _ROW, _HEAD, _GAP, _FOOT = 15.0, 0.75, 0.25, 0.34, 0.5, 0.42, 0.95  # inches
 
 
-def draw(timelines: Sequence[Drawn], path: Path, title: str) -> "Figure":
+def draw(timelines: Sequence[DrawnTimeline], path: Path, title: str) -> "Figure":
     """Draw timelines above each other, all to the scale of the longest one.
 
     Raises:
@@ -42,7 +42,7 @@ def draw(timelines: Sequence[Drawn], path: Path, title: str) -> "Figure":
     return save(figure, path)
 
 
-def _draw_one(axes: "Axes", one: Drawn, longest: float, points: float) -> None:
+def _draw_one(axes: "Axes", one: DrawnTimeline, longest: float, points: float) -> None:
     """Draw one timeline. ``points``: the points of the page for one unit of time."""
     from matplotlib.patches import Rectangle
 
@@ -72,7 +72,7 @@ def _draw_one(axes: "Axes", one: Drawn, longest: float, points: float) -> None:
         side.set_visible(False)
 
 
-def _legend(figure: "Figure", one: Drawn) -> None:
+def _legend(figure: "Figure", one: DrawnTimeline) -> None:
     from matplotlib.patches import Patch
 
     entries = [

@@ -10,12 +10,12 @@ from dualpipe_jax.schedule.formats.colours import NAMES, colours, is_dark, num_s
 from dualpipe_jax.schedule.ir import Action, Op, Schedule
 from dualpipe_jax.schedule.simulate import Timeline
 
-FILE = "timeline.json"
-"""The file in a run's profile folder that holds the timelines that ``Drawn.together`` takes."""
+TIMELINES_FILE = "timeline.json"
+"""The file in a run's profile folder that holds the timelines that ``DrawnTimeline.axis_group`` takes."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
+class DrawnTimeline:
     """A timeline to be drawn.
 
     Attributes:
@@ -40,7 +40,7 @@ class Drawn:
     legend: list[list[str]]
 
     @staticmethod
-    def together(several: Sequence["Drawn"]) -> dict[str, Any]:
+    def axis_group(several: Sequence["DrawnTimeline"]) -> dict[str, Any]:
         """The group of timelines that page.js draws on one axis."""
         return {
             "legend": max((one.legend for one in several), key=len),
@@ -48,7 +48,7 @@ class Drawn:
         }
 
 
-def drawn(timeline: Timeline, title: str, unit: str) -> Drawn:
+def draw_simulated(timeline: Timeline, title: str, unit: str) -> DrawnTimeline:
     """The drawing of a simulated timeline."""
     facts = f"{title}: bubble {timeline.bubble:.1%}, {timeline.makespan:,.4g} {unit}"
     spans = {
@@ -57,10 +57,10 @@ def drawn(timeline: Timeline, title: str, unit: str) -> Drawn:
         for slot, start, end in zip(order, starts, ends, strict=True)
         for action in slot
     }
-    return boxes_of(timeline.schedule, spans, facts, unit, timeline.makespan, timeline.bubble)
+    return draw_spans(timeline.schedule, spans, facts, unit, timeline.makespan, timeline.bubble)
 
 
-def boxes_of(
+def draw_spans(
     schedule: Schedule,
     spans: Mapping[Action, tuple[float, float]],
     title: str,
@@ -69,7 +69,7 @@ def boxes_of(
     bubble: float,
     *,
     fused: bool = True,
-) -> Drawn:
+) -> DrawnTimeline:
     """The drawing of a timeline from the start and the end of each action, measured or simulated.
 
     ``fused``: whether a pair is drawn in one frame, the forward above, or as two boxes of a row's full height.
@@ -91,20 +91,20 @@ def boxes_of(
                 )
                 label = str(action.microbatch)
                 boxes.append([rank, part if fused else 0, parts, start, end, colour, ink, label, about])
-    return Drawn(
+    return DrawnTimeline(
         title, unit, schedule.num_ranks, makespan, bubble, boxes, pairs, _legend(schedule, bool(pairs))
     )
 
 
-def timelines(folder: Path) -> list[Drawn]:
+def read_timelines(folder: Path) -> list[DrawnTimeline]:
     """Read the timelines of a run's profile: the measured one, then the one simulated at the measured costs.
 
     Empty if the run has no profile.
     """
-    path = folder / "profile" / FILE
+    path = folder / "profile" / TIMELINES_FILE
     if not path.is_file():
         return []
-    return [Drawn(**one) for one in json.loads(path.read_text())]
+    return [DrawnTimeline(**one) for one in json.loads(path.read_text())]
 
 
 def _legend(schedule: Schedule, framed: bool) -> list[list[str]]:

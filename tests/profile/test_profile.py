@@ -9,8 +9,8 @@ from dualpipe_jax.command.given import from_file
 from dualpipe_jax.inspect import read
 from dualpipe_jax.profile import ProfileError, measure, write_profile
 from dualpipe_jax.profile.capture import Event
-from dualpipe_jax.profile.match import Execution, Unit, executions, guards, match
-from dualpipe_jax.profile.timelines import timelines
+from dualpipe_jax.profile.match import Execution, Unit, executions, match, unit_guards
+from dualpipe_jax.profile.timelines import read_timelines
 from dualpipe_jax.schedule import CostModel, Op, dualpipe, dualpipe_v, one_f_one_b, simulate, zb_h1, zb_v
 from dualpipe_jax.schedule.formats.measured import read_measured
 from dualpipe_jax.schedule.lowering.unit_key import SCOPES
@@ -142,7 +142,7 @@ def test_a_trace_that_lost_events_still_tells_the_order():
 
 
 def test_inner_loops_and_shared_instructions_are_no_units():
-    found = guards(program(False))
+    found = unit_guards(program(False))
     assert found["forward_0.a"] == ("F", "forward_0") and found["backward_weight_1.b"][0] == "W"
     assert "many" not in found and "while.forward_0" not in found
 
@@ -173,7 +173,7 @@ def test_files_of_a_profile(tmp_path):
     said = write_profile(found, tmp_path / "profile", [device] * 8)
     for words in (f"bubble {found.bubble:.1%}", "at the measured costs", "F 2  I 3  W 1.5", "costs.json"):
         assert words in said
-    measured, theory = timelines(tmp_path)
+    measured, theory = read_timelines(tmp_path)
     assert near(measured.bubble, theory.bubble) and near(measured.makespan, theory.makespan)
     assert sorted(box[:5] for box in measured.boxes) == sorted(box[:5] for box in theory.boxes)
     events = json.loads((tmp_path / "profile" / "timeline.trace").read_text())["traceEvents"]

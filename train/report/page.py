@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dualpipe_jax.profile.timelines import Drawn, drawn, timelines
+from dualpipe_jax.profile.timelines import DrawnTimeline, draw_simulated, read_timelines
 from dualpipe_jax.schedule import simulate
 from train.config import FLAGS, ConfigError, TrainConfig, make_schedule, option
 from train.figures.step import PARTS
@@ -69,13 +69,13 @@ def render(page: Page) -> str:
 
 def report_page(run: RunFolder) -> Page:
     try:
-        measured = timelines(run.path)
+        measured = read_timelines(run.path)
     except (ValueError, TypeError) as error:
         raise ConfigError(
             f"{run.path}: its profile's timeline cannot be read: {error}; remove the folder profile"
         ) from None
     schedule = make_schedule(run.config)
-    theory = drawn(simulate(schedule), f"{schedule.name} simulated, F = I = W", "times F")
+    theory = draw_simulated(simulate(schedule), f"{schedule.name} simulated, F = I = W", "times F")
     sections: list[Mapping[str, Any]] = [
         {"title": "Curves", "charts": [loss_chart([run]), *charts([run], _CURVES), *_gradient_parts(run)]},
         {"title": "Balance of experts", "charts": charts([run], _BALANCE), **_heat(run)},
@@ -158,12 +158,12 @@ def _heat(run: RunFolder) -> dict[str, Any]:
     return {"heat": {"shape": list(codes.shape), "steps": steps, "one": _MEAN_LOAD_BYTE, "values": encoded}}
 
 
-def _timeline_section(measured: Sequence[Drawn], theory: Drawn) -> dict[str, Any]:
+def _timeline_section(measured: Sequence[DrawnTimeline], theory: DrawnTimeline) -> dict[str, Any]:
     about = "The schedule's theory; --profile STEPS measures it and lays both side by side."
-    shown = [Drawn.together([theory])]
+    shown = [DrawnTimeline.axis_group([theory])]
     if measured:
         about = "Measured from the profile, and simulated with the measured costs of its units."
-        shown = [Drawn.together(measured), *shown]
+        shown = [DrawnTimeline.axis_group(measured), *shown]
     return {"title": "Timeline of a step", "about": about, "timelines": shown}
 
 
@@ -186,7 +186,7 @@ def _about(run: RunFolder) -> str:
     ).strip()
 
 
-def _tiles(run: RunFolder, simulated: float, measured: Sequence[Drawn]) -> list[list[str]]:
+def _tiles(run: RunFolder, simulated: float, measured: Sequence[DrawnTimeline]) -> list[list[str]]:
     tiles = [[f"{len(run.steps)} / {run.config.optimizer.steps}", "steps"]]
     # Evaluations before the last "anew" are of other text.
     anew = max((n for n, r in enumerate(run.evaluations) if r.get("anew")), default=0)

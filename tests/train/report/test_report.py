@@ -9,7 +9,7 @@ import re
 import numpy as np
 import pytest
 
-from dualpipe_jax.profile.timelines import drawn
+from dualpipe_jax.profile.timelines import draw_simulated
 from dualpipe_jax.schedule import CostModel, dualpipe, simulate, zb_h1
 from train.__main__ import main
 from train.config import ConfigError, configure
@@ -95,7 +95,7 @@ def test_the_heat_map_is_load_over_its_layers_mean(tmp_path):
 @pytest.mark.parametrize("recipe", [dualpipe, zb_h1])
 def test_boxes_are_the_simulated_actions(recipe):
     timeline = simulate(recipe(4, 8), CostModel(F=1, I=1.5, W=0.5))
-    picture = drawn(timeline, "it", "ms")
+    picture = draw_simulated(timeline, "it", "ms")
     actions = sum(len(slot) for order in timeline.schedule.orders for slot in order)
     assert len(picture.boxes) == actions
     assert max(box[4] for box in picture.boxes) == pytest.approx(timeline.makespan)
