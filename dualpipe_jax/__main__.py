@@ -88,13 +88,13 @@ def _print_help_or_error(given: list[str]) -> None:
 
 def _run(options_class: Callable[..., Any], name: str, given: list[str]) -> int:
     from dualpipe_jax.command.line import read
-    from dualpipe_jax.command.options import Died, NothingFits
-    from dualpipe_jax.command.output import told_if_long
+    from dualpipe_jax.command.options import ChildDied, NothingFits
+    from dualpipe_jax.command.output import print_if_long
     from dualpipe_jax.schedule import ScheduleError
 
     try:
         options = read(options_class, f"dualpipe {name}", given)
-        with told_if_long(f"dualpipe {name}: at work") if name in SILENT else contextlib.nullcontext():
+        with print_if_long(f"dualpipe {name}: at work") if name in SILENT else contextlib.nullcontext():
             status = options.run()
         sys.stdout.flush()
         return status
@@ -105,7 +105,7 @@ def _run(options_class: Callable[..., Any], name: str, given: list[str]) -> int:
         return _fail(error, 1)
     except OSError as error:
         return _fail(f"{error.filename}: {error.strerror}" if error.filename else error, 2)
-    except (ValueError, ModuleNotFoundError, Died) as error:
+    except (ValueError, ModuleNotFoundError, ChildDied) as error:
         return _fail(error, 2)
     except KeyboardInterrupt:
         return _fail("interrupted", 130)

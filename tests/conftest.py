@@ -116,4 +116,4 @@ def pytest_collection_finish():
 @pytest.fixture(autouse=True)
 def no_word_of_what_takes_long(monkeypatch):
     """On a busy machine anything may, and commands would say so beside what tests expect of them."""
-    monkeypatch.setattr("dualpipe_jax.command.output._PATIENCE", 3600.0)
+    monkeypatch.setattr("dualpipe_jax.command.output._QUIET_SECONDS", 3600.0)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from dualpipe_jax.command import child
-from dualpipe_jax.command.child import Died, Hung, ask
+from dualpipe_jax.command.child import ChildDied, StageTimeout, ask
 from dualpipe_jax.command.options import CommandError
 
 WORKERS = {
@@ -101,7 +101,7 @@ def test_what_it_refuses(environment):
 
 
 def test_a_compiler_that_ends_its_process(environment):
-    with pytest.raises(Died) as died:
+    with pytest.raises(ChildDied) as died:
         ask("aborts", {}, environment, "v5e:16x32")
     assert str(died.value) == (
         "the process was ended by SIGABRT while compiling; its last words:\n"
@@ -111,14 +111,14 @@ def test_a_compiler_that_ends_its_process(environment):
 
 def test_a_mistake_of_ours(environment):
     message = r"ended with status 1 while drawing; .*\n  RuntimeError: a mistake of ours$"
-    with pytest.raises(Died, match=message):
+    with pytest.raises(ChildDied, match=message):
         ask("raises", {}, environment, "v5e:4x4")
 
 
 def test_a_stage_that_takes_too_long(environment):
     """Each stage has its own limit; what was found before is not lost, and the process is gone."""
     limits = {"starting": 30.0, "counting": 30.0, "waiting": 0.2}
-    with pytest.raises(Hung, match=r"^no answer in 0.2 s while waiting$") as hung:
+    with pytest.raises(StageTimeout, match=r"^no answer in 0.2 s while waiting$") as hung:
         ask("hangs", {}, environment, "probe", limits.__getitem__)
     assert (hung.value.stage, hung.value.known) == ("waiting", {"sum": 3})
     assert not is_alive(int(Path(environment["PIDS"]).read_text()))
@@ -133,12 +133,12 @@ def test_each_stage_has_its_own_limit(environment, monkeypatch):
         return 10.0
 
     monkeypatch.setattr(child, "time", types.SimpleNamespace(monotonic=lambda: clock[0]))
-    with pytest.raises(Hung, match=r"^no answer in 10 s while waiting$"):
+    with pytest.raises(StageTimeout, match=r"^no answer in 10 s while waiting$"):
         ask("hangs", {}, environment, "probe", limit)
 
 
 def test_a_process_that_hangs_on_its_way_out(environment):
-    with pytest.raises(Hung, match=r"^no answer in 2 s while starting$") as hung:
+    with pytest.raises(StageTimeout, match=r"^no answer in 2 s while starting$") as hung:
         ask("hangs at its end", {}, environment, "probe", lambda stage: 2.0)
     assert hung.value.known == {}
 
@@ -149,7 +149,7 @@ def test_the_far_end(environment):
     assert ask("serves", {"numbers": [1, 2]}, environment, "probe") == {"sum": 3}
     with pytest.raises(CommandError, match="^nothing to count$"):
         ask("serves", {"numbers": []}, environment, "probe")
-    with pytest.raises(Died, match="^the process ended with status 3 while counting") as died:
+    with pytest.raises(ChildDied, match="^the process ended with status 3 while counting") as died:
         ask("serves", {"numbers": [0]}, environment, "probe")
     assert died.value.known == {"sum": 1}
 

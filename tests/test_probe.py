@@ -189,8 +189,8 @@ DEVICES = {"platform": "gpu", "kind": "H100", "number": 8, "pp": 2, "ep": 4, "ja
 def test_what_ends_its_process_is_left_out_of_the_next(here, answering, capsys):
     known = {"devices": DEVICES, "results": {"guard-loop": WORKS}}
     asked = answering(
-        child.Hung("no answer in 5 s while all-to-all-loop", "all-to-all-loop", known),
-        child.Died("the process was ended by SIGSEGV while units-loop", "units-loop", {}),
+        child.StageTimeout("no answer in 5 s while all-to-all-loop", "all-to-all-loop", known),
+        child.ChildDied("the process was ended by SIGSEGV while units-loop", "units-loop", {}),
         {"devices": DEVICES, "results": EVERYTHING | {"all-to-all-loop": {}, "units-loop": {}}},
     )
     only = ["guard", "all-to-all", "permute-beside", "units"]
@@ -206,7 +206,7 @@ def test_what_ends_its_process_is_left_out_of_the_next(here, answering, capsys):
 
 
 def test_devices_that_are_never_found(here, answering, capsys):
-    answering(child.Hung("no answer in 180 s while starting", "starting", {}))
+    answering(child.StageTimeout("no answer in 180 s while starting", "starting", {}))
     assert main(["probe"]) == 2
     assert capsys.readouterr().err == "error: no answer in 180 s while starting\n"
     assert not (here / "rates.json").exists()

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from dualpipe_jax.command.options import CommandError, Died
-from dualpipe_jax.command.overlap import study
+from dualpipe_jax.command.options import ChildDied, CommandError
+from dualpipe_jax.command.overlap import ask_pods
 from dualpipe_jax.pods.bounds import Cut
 from dualpipe_jax.pods.cache import Cache
 from dualpipe_jax.pods.plan import Plan
@@ -39,7 +39,7 @@ class Answers:
 
         Raises:
           CommandError: the plan is impossible.
-          Died: the child process ended without an answer.
+          ChildDied: the child process ended without an answer.
         """
         rates = None if self.rates is None else str(self.rates.absolute())
         request = Request(plan, self.target, compile, rates=rates, hints=hints)
@@ -49,7 +49,7 @@ class Answers:
         if known is None:
             words = f"{title}: {plan.schedule_in_words}, {plan.layout}, {plan.batch} sequences, remat {plan.remat}"
             try:
-                known = study(request, words)
+                known = ask_pods(request, words)
             except CommandError as error:
                 self._refused[request] = error
                 raise
@@ -70,7 +70,7 @@ class Answers:
         def count(plan: Plan) -> Answer | Exception:
             try:
                 return self.ask(plan, "nothing", "counting")
-            except (Died, CommandError) as error:
+            except (ChildDied, CommandError) as error:
                 return error
 
         with ThreadPoolExecutor(_AT_ONCE) as pool:
@@ -94,7 +94,7 @@ class Answers:
             self.ask(other, "nothing", "the last case")
         except CommandError as its:
             return str(its) == str(error)
-        except Died:
+        except ChildDied:
             # Reported when this plan's turn comes.
             pass
         return False

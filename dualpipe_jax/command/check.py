@@ -38,7 +38,7 @@ class Check:
                 raise
             show_json({"valid": False, "error": str(error)})
             return 1
-        share = given.under(self.costs, Memory())
+        share = given.overridden_by(self.costs, Memory())
         timeline = simulate(schedule, share.costs.for_schedule(schedule))
         pairs = sum(len(slot) == 2 for order in schedule.orders for slot in order)
         facts = {

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dualpipe_jax.command.options import CommandError, Died
+from dualpipe_jax.command.options import ChildDied, CommandError
 from dualpipe_jax.worker import PARTIAL
 
-_EVERY = 15.0
+_REPORT_SECONDS = 15.0
 """Seconds between lines that say that the work still goes on, where standard error is not a terminal."""
 
-_NOISE = ("Linux version", "Failed to find host bounds")
-_PATIENCE = 3.0
+_IGNORED_ERRORS = ("Linux version", "Failed to find host bounds")
+_GRACE_SECONDS = 3.0
 """Seconds that a process has to end after a signal."""
 
 
@@ -30,7 +30,7 @@ Limit = Callable[[str], float]
 """A function from a stage's name to the seconds that it may take."""
 
 
-class Hung(Died):
+class StageTimeout(ChildDied):
     """A stage took longer than its limit, and the process was ended."""
 
 
@@ -64,36 +64,36 @@ def ask(
 
     Raises:
       CommandError: the answer is an error.
-      Died: the process ended without an answer, or one of the others failed.
-      Hung: a stage passed its limit.
+      ChildDied: the process ended without an answer, or one of the others failed.
+      StageTimeout: a stage passed its limit.
     """
     with tempfile.TemporaryDirectory(prefix="dualpipe-") as folder:
         first, *others = (
-            _Far(Path(folder, str(number)), *job)
+            _ChildProcess(Path(folder, str(number)), *job)
             for number, job in enumerate([(request, environment), *beside])
         )
-        with _ended([first, *others]):
-            for far in (first, *others):
-                far.start(module, listens=far is first)
+        with _ending([first, *others]):
+            for child in (first, *others):
+                child.start(module, pipes_stages=child is first)
             stage, late = _follow(first, others, title, limit)
-            failed = [far for far in (*others, first) if far.process.poll() not in (None, 0)]
+            failed = [child for child in (*others, first) if child.process.poll() not in (None, 0)]
         known = first.partial()
         if late is not None and not first.answered():
-            raise Hung(f"no answer in {late:g} s while {stage}", stage, known)
+            raise StageTimeout(f"no answer in {late:g} s while {stage}", stage, known)
         if not first.answered():
             # A process that a signal ended failed first; the others notice that it is gone, and raise or abort.
             late_ends = {-signal.SIGABRT, *range(256)}
-            culprit = min(failed, key=lambda far: far.process.returncode in late_ends, default=first)
+            culprit = min(failed, key=lambda child: child.process.returncode in late_ends, default=first)
             stage = stage if culprit is first else culprit.last_stage()
             which = f" {[first, *others].index(culprit)} of {1 + len(others)}" if others else ""
-            raise Died(_obituary(culprit, stage, which), stage, known)
+            raise ChildDied(_failure_message(culprit, stage, which), stage, known)
         found = json.loads(first.answer.read_text())
     if "error" in found:
         raise CommandError(found["error"])
     return found
 
 
-class _Far:
+class _ChildProcess:
     """A child process and its files."""
 
     process: subprocess.Popen[str]
@@ -104,13 +104,13 @@ class _Far:
         )
         self._request, self._environment = request, environment
 
-    def start(self, module: str, *, listens: bool) -> None:
-        """Start the process and send its request; its stages go to a pipe if ``listens``, else to a file."""
+    def start(self, module: str, *, pipes_stages: bool) -> None:
+        """Start the process and send its request; its stages go to a pipe if ``pipes_stages``, else to a file."""
         with self.errors.open("wb") as log, self._stages.open("wb") as stages:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", module, str(self.answer)],
                 stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE if listens else stages,
+                stdout=subprocess.PIPE if pipes_stages else stages,
                 stderr=log,
                 text=True,
                 env={**os.environ, **self._environment},
@@ -137,17 +137,17 @@ class _Far:
 
 
 @contextlib.contextmanager
-def _ended(all_of: Sequence[_Far]) -> Iterator[None]:
+def _ending(children: Sequence[_ChildProcess]) -> Iterator[None]:
     """On leaving the context, however it ends, end the processes and their whole groups."""
     try:
         yield
     finally:
-        processes = [far.process for far in all_of if hasattr(far, "process")]
+        processes = [child.process for child in children if hasattr(child, "process")]
         for number in (signal.SIGTERM, signal.SIGKILL):
             for process in processes:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(process.pid, number)
-            end = time.monotonic() + _PATIENCE
+            end = time.monotonic() + _GRACE_SECONDS
             for process in processes:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(max(0.0, end - time.monotonic()))
@@ -158,7 +158,9 @@ def _ended(all_of: Sequence[_Far]) -> Iterator[None]:
                         stream.close()
 
 
-def _follow(first: _Far, others: Sequence[_Far], title: str, limit: Limit | None) -> tuple[str, float | None]:
+def _follow(
+    first: _ChildProcess, others: Sequence[_ChildProcess], title: str, limit: Limit | None
+) -> tuple[str, float | None]:
     """Show the first process's stages until it ends, passes a limit, or another process fails.
 
     Returns its last stage, and that stage's limit if it was passed.
@@ -166,13 +168,13 @@ def _follow(first: _Far, others: Sequence[_Far], title: str, limit: Limit | None
     process = first.process
     lines: queue.Queue[str | None] = queue.Queue()
 
-    def listen() -> None:
+    def read_stages() -> None:
         for line in process.stdout or ():
             if not line.startswith("[Gloo]"):
                 lines.put(line.strip())
         lines.put(None)
 
-    threading.Thread(target=listen, daemon=True).start()
+    threading.Thread(target=read_stages, daemon=True).start()
     started = begun = time.monotonic()
     stage = "starting"
     with _Progress(title) as progress:
@@ -183,7 +185,7 @@ def _follow(first: _Far, others: Sequence[_Far], title: str, limit: Limit | None
             try:
                 line = lines.get(timeout=0.5 if allowed is None else min(0.5, allowed))
             except queue.Empty:
-                if any(far.process.poll() not in (None, 0) for far in others):
+                if any(child.process.poll() not in (None, 0) for child in others):
                     return stage, None
                 progress.show(stage, time.monotonic() - started)
                 continue
@@ -199,7 +201,7 @@ def _follow(first: _Far, others: Sequence[_Far], title: str, limit: Limit | None
 
 
 class _Progress:
-    """A line that changes in a terminal; elsewhere a line for each stage, and one every ``_EVERY`` seconds.
+    """A line that changes in a terminal; elsewhere a line for each stage, and one every ``_REPORT_SECONDS`` seconds.
 
     Of several at once a terminal shows only one.
     """
@@ -229,15 +231,17 @@ class _Progress:
         text = f"{self.title}: {stage} ({elapsed:.0f} s)"
         if self.status is not None:
             self.status.update(text)
-        elif not self.in_terminal and (new or elapsed - self.last >= _EVERY):
+        elif not self.in_terminal and (new or elapsed - self.last >= _REPORT_SECONDS):
             self.last = elapsed
             print(text, file=sys.stderr, flush=True)
 
 
-def _obituary(far: _Far, stage: str, which: str) -> str:
-    status, errors = far.process.returncode, far.errors.read_text(errors="replace")
+def _failure_message(child: _ChildProcess, stage: str, which: str) -> str:
+    status, errors = child.process.returncode, child.errors.read_text(errors="replace")
     how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-    said = [line for line in errors.splitlines() if line.strip() and not any(n in line for n in _NOISE)]
+    said = [
+        line for line in errors.splitlines() if line.strip() and not any(n in line for n in _IGNORED_ERRORS)
+    ]
     # A crash prints its reason first and then a long stack trace.
     reason = [line for line in said if re.match(r"F\d{4} |\w*Error|.*(Check failed|terminate called)", line)]
     words = "\n".join(f"  {line[:300]}" for line in (reason or said)[-8:])

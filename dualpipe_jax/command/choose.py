@@ -5,19 +5,19 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import tyro
 
-from dualpipe_jax.command.compare import Row, by_merit, facts, tabulate
-from dualpipe_jax.command.given import Given, Share
+from dualpipe_jax.command.compare import Row, best_first, facts, tabulate
 from dualpipe_jax.command.options import (
     Costs,
     Memory,
     NothingFits,
+    SearchOptions,
     Shape,
-    Within,
     check_jitter,
     check_size,
-    shaped,
+    with_shape,
 )
-from dualpipe_jax.command.output import Reasons, show, show_json, waiting
+from dualpipe_jax.command.output import Refusals, show, show_json, waiting
+from dualpipe_jax.command.share_files import PartialShare, RankShare
 from dualpipe_jax.schedule.names import SCHEDULES
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Choose(Within):
+class Choose(SearchOptions):
     """Rank the schedules that fit the memory, the shortest step first, and say why the rest are refused.
 
     dualpipe choose --ranks 16 --microbatches 64 --FB 2.25 --memory-limit 17
@@ -49,7 +49,7 @@ class Choose(Within):
 
         check_jitter(self.jitter)
         check_size(self.ranks, self.microbatches, self.shape, len(SCHEDULES))
-        share, limit = Given().under(self.costs, self.memory), self.limit
+        share, limit = PartialShare().overridden_by(self.costs, self.memory), self.limit
         with waiting("choosing"):
             candidates = choose(
                 self.ranks,
@@ -57,7 +57,7 @@ class Choose(Within):
                 share.costs,
                 limit,
                 memory=share.sizes,
-                schedules=[shaped(recipe, self.shape) for recipe in SCHEDULES.values()],
+                schedules=[with_shape(recipe, self.shape) for recipe in SCHEDULES.values()],
                 search_effort=self.search,
             )
         fitting = [candidate.timeline for candidate in candidates if candidate.fits]
@@ -66,22 +66,22 @@ class Choose(Within):
             for candidate in candidates
             if not candidate.fits
         }
-        rows = by_merit(
+        rows = best_first(
             Row.of(timeline, share.costs, share.sizes, limit, self.jitter)
             for timeline in filter(None, fitting)
         )
-        given = share.words(self.ranks, self.microbatches, limit)
+        given = share.in_words(self.ranks, self.microbatches, limit)
         if self.json:
             counts = self.ranks, self.microbatches
             show_json(facts(counts, share, rows, refused, memory_limit=self.memory_limit))
         elif rows:
-            show(given, tabulate(rows, share), *([Reasons("refused:", refused)] if refused else []))
+            show(given, tabulate(rows, share), *([Refusals("refused:", refused)] if refused else []))
         if not rows:
-            raise NothingFits(Reasons(f"no schedule fits {given}:", refused))
+            raise NothingFits(Refusals(f"no schedule fits {given}:", refused))
         return 0
 
 
-def _why_not(candidate: "Candidate", share: Share, limit: float) -> str:
+def _why_not(candidate: "Candidate", share: RankShare, limit: float) -> str:
     """Why a candidate is refused; memory is in the unit that the costs name."""
     if candidate.memory and share.units.memory:
         rank = candidate.memory.index(candidate.peak)

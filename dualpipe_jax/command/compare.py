@@ -7,9 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from dualpipe_jax.command.given import Share
 from dualpipe_jax.command.options import Costs, Count, Memory, NothingFits, Pipes, Shape, check_jitter
-from dualpipe_jax.command.output import Reasons, show, show_json
+from dualpipe_jax.command.output import Refusals, show, show_json
+from dualpipe_jax.command.share_files import RankShare
 from dualpipe_jax.command.source import schedules_of
 from dualpipe_jax.present.numbers import number, percent
 from dualpipe_jax.present.table import Table
@@ -124,10 +124,10 @@ class Compare:
         schedules, refused, remembered = schedules_of(
             self.names, self.ranks, self.microbatches, self.shape, self.pipes
         )
-        share = remembered.under(self.costs, self.memory)
+        share = remembered.overridden_by(self.costs, self.memory)
         if not schedules:
             asked = f"{self.ranks} ranks, {self.microbatches} microbatches"
-            raise NothingFits(Reasons(f"no schedule takes {asked}:", refused))
+            raise NothingFits(Refusals(f"no schedule takes {asked}:", refused))
         ranks, microbatches = schedules[0].num_ranks, schedules[0].num_microbatches
         rows = rows_of(schedules, share, refused, jitter=self.jitter)
         if self.json or self.format == "json":
@@ -140,15 +140,15 @@ class Compare:
             print("\n\n".join([tabulate(rows, share).markdown(), *sentences]))
         else:
             show(
-                share.words(ranks, microbatches),
+                share.in_words(ranks, microbatches),
                 tabulate(rows, share),
-                *([Reasons("not with these counts:", refused)] if refused else []),
+                *([Refusals("not with these counts:", refused)] if refused else []),
             )
         return 0
 
 
 def facts(
-    counts: tuple[int, int], share: Share, rows: list[Row], refused: dict[str, str], **more: Any
+    counts: tuple[int, int], share: RankShare, rows: list[Row], refused: dict[str, str], **more: Any
 ) -> dict[str, Any]:
     """A comparison as JSON for programs; the entries of ``more`` stand before the schedules."""
     return {
@@ -170,7 +170,7 @@ def _quantiles(schedule: Schedule, costs: CostModel, jitter: float) -> tuple[flo
     return float(median), float(late)
 
 
-def tabulate(rows: list[Row], share: Share, best: int = 0) -> Table:
+def tabulate(rows: list[Row], share: RankShare, best: int = 0) -> Table:
     """The printed table. Memory and jitter have columns where they were asked for."""
     costs, _, units = share
     columns: dict[str, Callable[[Row], str]] = {
@@ -203,7 +203,7 @@ def tabulate(rows: list[Row], share: Share, best: int = 0) -> Table:
 
 def rows_of(
     schedules: Iterable[Schedule],
-    share: Share,
+    share: RankShare,
     refused: dict[str, str],
     limit: float = math.inf,
     jitter: float = 0.0,
@@ -217,9 +217,9 @@ def rows_of(
             refused[schedule.name] = str(error)
         else:
             rows.append(Row.of(simulate(schedule, own), share.costs, share.sizes, limit, jitter))
-    return by_merit(rows)
+    return best_first(rows)
 
 
-def by_merit(rows: Iterable[Row]) -> list[Row]:
+def best_first(rows: Iterable[Row]) -> list[Row]:
     """The shortest step first; of equal ones the one that needs least memory."""
     return sorted(rows, key=lambda row: (round(row.makespan, 9), row.memory, row.name))

@@ -43,7 +43,7 @@ class Diff:
         schedules, refused, given = schedules_of(names, self.ranks, self.microbatches, self.shape, self.pipes)
         if refused:
             raise CommandError("; ".join(f"{name}: {why}" for name, why in refused.items()))
-        costs, _, units = given.under(self.costs, Memory())
+        costs, _, units = given.overridden_by(self.costs, Memory())
         one, other = (
             simulate(schedule, costs.for_schedule(schedule)) for schedule in (schedules[0], schedules[-1])
         )

@@ -41,13 +41,13 @@ def draw(timeline: Timeline, console: Console) -> tuple[list[Text], Text]:
     if brief:
         rows = _blocks(timeline, brief=True)
     lines: list[Text] = []
-    for first, last in _staves(rows, room):
+    for first, last in _strips(rows, room):
         lines += [Text()] if lines else []
         lines += [Text(f"rank {r}".ljust(margin)) + _line(row, first, last) for r, row in enumerate(rows)]
     return lines, _legend(timeline, brief)
 
 
-def _staves(rows: list[list[Block]], room: int) -> Iterator[tuple[int, int]]:
+def _strips(rows: list[list[Block]], room: int) -> Iterator[tuple[int, int]]:
     """First and end columns of equal strips, with room left for a label that extends beyond the end."""
     width = _width(rows)
     longest = max((len(block.label) for row in rows for block in row), default=0)

@@ -15,13 +15,13 @@ from dualpipe_jax.command.overlap import (
     PlanFile,
     RatesFile,
     TargetName,
-    exposed_sends,
+    ask_pods,
+    dispatch_words,
+    exposed_sends_words,
     name_of,
-    planned,
-    room_of,
-    sent,
-    study,
-    units,
+    plan_of_options,
+    sent_words,
+    units_table,
 )
 from dualpipe_jax.pods.plain import plain
 from dualpipe_jax.pods.plan import Plan
@@ -87,9 +87,9 @@ class Dryrun:
 
     def run(self) -> int:
         self._check_costs()
-        plan, files = planned(self.plan, self.plan_file), tuple(map(str, self.output))
+        plan, files = plan_of_options(self.plan, self.plan_file), tuple(map(str, self.output))
         rates = None if self.rates_file is None else str(self.rates_file)
-        found = study(Request(plan, self.target, self.compile, files, rates=rates, hints=True))
+        found = ask_pods(Request(plan, self.target, self.compile, files, rates=rates, hints=True))
         assert found.memory is not None
         if self.write_costs is not None and found.step is not None:
             self.write_costs.write_text(json.dumps(plain(found.step.share), indent=2) + "\n")
@@ -118,7 +118,7 @@ def _report(found: Answer, rates: Path | None) -> list[str | Table]:
         f"{name_of(found)}, {plan.num_microbatches} microbatches of {plan.batch} x {plan.sequence} tokens",
         f"parameters: {parameters.total / 1e9:.2f} G, {parameters.active / 1e9:.2f} G active, "
         f"{parameters.device / 1e9:.3f} G a device",
-        *room_of(found),
+        *dispatch_words(found),
         *([f"layers of stages: {in_runs(found.stage_layers)}"] if found.stage_layers else []),
         "",
         _memory_table(memory, memory.limit),
@@ -143,8 +143,8 @@ def _report(found: Answer, rates: Path | None) -> list[str | Table]:
         )
         parts += [
             f"\n{how}\n",
-            units(compiled),
-            *([] if timed else ["\n" + sent(compiled), exposed_sends(compiled)]),
+            units_table(compiled),
+            *([] if timed else ["\n" + sent_words(compiled), exposed_sends_words(compiled)]),
         ]
     if step := found.step:
         source = "the compiler's model" if rates is None else f"the rates of {rates}"

@@ -10,7 +10,7 @@ MOST = 10
 """The most exposed collectives that are explained in words, and the most contexts in the table of orders."""
 
 
-def followed(compiled: Compiled) -> CollectiveTotals:
+def counted_totals(compiled: Compiled) -> CollectiveTotals:
     """The collectives whose hidden share counts: all-to-alls, or in a program without any, all collectives."""
     if compiled.followed is not None or compiled.all_to_all.count or not compiled.by_kind:
         return compiled.followed or compiled.all_to_all
@@ -26,7 +26,7 @@ def followed(compiled: Compiled) -> CollectiveTotals:
     )
 
 
-def explained(compiled: Compiled, target: str, at_least: float, enough: bool) -> list[str | Table]:
+def program_report(compiled: Compiled, target: str, at_least: float, enough: bool) -> list[str | Table]:
     """The report on any program: what it sends, and why exposed collectives are exposed."""
     parts: list[str | Table] = [f"{compiled.file} on {target}"]
     if compiled.others:
@@ -46,7 +46,7 @@ def explained(compiled: Compiled, target: str, at_least: float, enough: bool) ->
         )
         for kind, of in compiled.by_kind.items()
     ]
-    total = followed(compiled)
+    total = counted_totals(compiled)
     parts += ["", Table(head, tuple(rows)), "", _verdict(total, compiled, at_least, enough)]
     if None in (of.cycles for of in compiled.by_kind.values()):
         parts += [
@@ -56,7 +56,7 @@ def explained(compiled: Compiled, target: str, at_least: float, enough: bool) ->
         parts += [
             "\nexposed, what costs most first; cycles are the compiler's model, or our roofline of a GPU"
         ]
-        told, left = _worth_telling(compiled.exposed)
+        told, left = _most_costly(compiled.exposed)
         parts += [f"{n:3}. {one.words}" for n, one in enumerate(told, start=1)]
         if left:
             cycles = sum(one.times * one.exposed for one in left)
@@ -67,7 +67,7 @@ def explained(compiled: Compiled, target: str, at_least: float, enough: bool) ->
     return parts + _hints(compiled, target)
 
 
-def _worth_telling(exposed: Sequence[Exposed]) -> tuple[Sequence[Exposed], Sequence[Exposed]]:
+def _most_costly(exposed: Sequence[Exposed]) -> tuple[Sequence[Exposed], Sequence[Exposed]]:
     """The collectives that cost at least 1 % of all exposed cycles, at most ``MOST``; and the rest.
 
     ``exposed`` is sorted, what costs most first.

@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 
 # Functions that draw are imported at their first use.
 from dualpipe_jax import schedule as schedules
-from dualpipe_jax.command.given import ENTRY, Share
 from dualpipe_jax.command.options import CommandError, check_files
 from dualpipe_jax.command.output import in_terminal, say_written
+from dualpipe_jax.command.share_files import SHARE_ENTRY, RankShare
 from dualpipe_jax.present.numbers import as_ranges, number, percent
 from dualpipe_jax.present.table import Table
 from dualpipe_jax.schedule import MemoryModel, Timeline
@@ -57,7 +57,7 @@ def write(data: bytes, output: Path | None) -> None:
         sys.stdout.buffer.write(data)
 
 
-def encode(timeline: Timeline, form: Format, share: Share, chain: Chain | None = None) -> bytes:
+def encode(timeline: Timeline, form: Format, share: RankShare, chain: Chain | None = None) -> bytes:
     """The bytes of a file. The timeline's costs are a stage's. Pictures, pages and traces mark a chain, JSON lists it.
 
     Raises:
@@ -91,7 +91,7 @@ def encode(timeline: Timeline, form: Format, share: Share, chain: Chain | None =
     return f"{text.rstrip()}\n".encode()
 
 
-def summary(timeline: Timeline, share: Share) -> tuple[str, Table]:
+def summary(timeline: Timeline, share: RankShare) -> tuple[str, Table]:
     """A line about the step, and a table of each rank's idle time and memory; equal ranks share a row.
 
     Activations are in units of those of a whole rank's share of the model.
@@ -114,17 +114,17 @@ def summary(timeline: Timeline, share: Share) -> tuple[str, Table]:
     return line, Table(head, tuple((as_ranges(ranks), *cells) for cells, ranks in rows.items()))
 
 
-def _text(timeline: Timeline, share: Share) -> str:
+def _text(timeline: Timeline, share: RankShare) -> str:
     line, table = summary(timeline, share)
     below = f"{line}\ncost of a stage: {describe(timeline.costs, share.units)}\n{table}"
     comments = "\n".join(f"# {row}" for row in below.splitlines())
     return f"{format_timeline(timeline)}\n{comments}\n{share.comment()}"
 
 
-def _json(timeline: Timeline, share: Share, chain: Chain | None) -> str:
+def _json(timeline: Timeline, share: RankShare, chain: Chain | None) -> str:
     schedule = timeline.schedule
     simulated: dict[str, Any] = {
-        ENTRY: share.entry(),
+        SHARE_ENTRY: share.entry(),
         "costs": dataclasses.asdict(timeline.costs),
         "makespan": timeline.makespan,
         "bubble": timeline.bubble,

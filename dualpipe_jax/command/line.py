@@ -58,7 +58,7 @@ class Option:
 
     def field(self, paired: bool) -> tuple[str, Any, Any]:
         """The field of a dataclass that tyro reads; ``paired``: booleans have a flag for each of their values."""
-        inner, notes = _parts(self.hint)
+        inner, notes = _split_annotated(self.hint)
         known = self._default(inner, paired)
         text = re.sub(r" If left out, [^.]*\.", "", self.text) if known else self.text
         own = arg(help=text, metavar=_metavar(inner), help_behavior_hint=known)
@@ -93,7 +93,7 @@ def options_of(kind: type, default: Any = None) -> list[Option]:
     Raises:
       TypeError: two options have the same flag.
     """
-    found = list(_walk(kind, default, ()))
+    found = list(_walk_options(kind, default, ()))
     flags: dict[str, Option] = {}
     for option in found:
         if option.flag in flags:
@@ -141,7 +141,7 @@ def read(
     options = options_of(kind, default)
     pairs = () if paired else (tyro.conf.FlagCreatePairsOff,)
     found: Any = tyro.cli(
-        _laid_out(kind, options, paired),
+        _grouped_class(kind, options, paired),
         prog=prog,
         description=wrapped(description or inspect.getdoc(kind) or ""),
         args=arguments,
@@ -153,10 +153,10 @@ def read(
         for option in options
     )
     values = {option.path: value for option, value in read_as if not option.is_left_out(value)}
-    return _built(kind, (), values)  # type: ignore[no-any-return]
+    return _build(kind, (), values)  # type: ignore[no-any-return]
 
 
-def _laid_out(kind: type, options: Sequence[Option], paired: bool) -> type:
+def _grouped_class(kind: type, options: Sequence[Option], paired: bool) -> type:
     """The class that tyro reads: common options, and a dataclass for each group of the others."""
     common = common_of(kind)
     by_flag = {option.flag: option for option in options}
@@ -167,7 +167,7 @@ def _laid_out(kind: type, options: Sequence[Option], paired: bool) -> type:
         groups.setdefault(option.path[:-1], []).append(option)
     for path, members in sorted(groups.items(), key=lambda item: len(item[0]) > 0):
         title, text = _heading(kind, path)
-        group = _made(f"Group{len(fields)}", [option.field(paired) for option in members])
+        group = _make_class(f"Group{len(fields)}", [option.field(paired) for option in members])
         fields.append(
             (
                 f"{_GROUP}{'_'.join(path)}",
@@ -175,10 +175,10 @@ def _laid_out(kind: type, options: Sequence[Option], paired: bool) -> type:
                 dataclasses.field(default_factory=group),
             )
         )
-    return _made(kind.__name__, fields)
+    return _make_class(kind.__name__, fields)
 
 
-def _made(name: str, fields: list[tuple[str, Any, Any]]) -> type:
+def _make_class(name: str, fields: list[tuple[str, Any, Any]]) -> type:
     return dataclasses.make_dataclass(
         name, fields, kw_only=True, namespace={"__doc__": name, "__module__": __name__}
     )
@@ -191,12 +191,12 @@ def _heading(kind: type, path: tuple[str, ...]) -> tuple[str, str]:
     title = ""
     for name in path:
         hint = typing.get_type_hints(kind, include_extras=True)[name]
-        inner, notes = _parts(hint)
-        title, kind = _named(name, notes), _dataclass(inner) or inner
+        inner, notes = _split_annotated(hint)
+        title, kind = _name_of(name, notes), _dataclass(inner) or inner
     return title, " ".join((inspect.getdoc(kind) or "").split())
 
 
-def _built(kind: type, path: tuple[str, ...], values: Mapping[tuple[str, ...], Any]) -> Any:
+def _build(kind: type, path: tuple[str, ...], values: Mapping[tuple[str, ...], Any]) -> Any:
     hints, given = typing.get_type_hints(kind), {}
     for field in dataclasses.fields(kind):
         here = (*path, field.name)
@@ -205,25 +205,27 @@ def _built(kind: type, path: tuple[str, ...], values: Mapping[tuple[str, ...], A
         elif (group := _dataclass(hints[field.name])) is not None:
             optional = group is not hints[field.name]
             nothing = optional and not any(path[: len(here)] == here for path in values)
-            given[field.name] = None if nothing else _built(group, here, values)
+            given[field.name] = None if nothing else _build(group, here, values)
     return kind(**given)
 
 
-def _walk(kind: type, default: Any, path: tuple[str, ...], in_optional: bool = False) -> Iterator[Option]:
+def _walk_options(
+    kind: type, default: Any, path: tuple[str, ...], in_optional: bool = False
+) -> Iterator[Option]:
     hints, texts = typing.get_type_hints(kind, include_extras=True), _texts(kind)
     later = []
     for field in dataclasses.fields(kind):
         here, value = (*path, field.name), _default_of(field, default)
-        inner, notes = _parts(hints[field.name])
+        inner, notes = _split_annotated(hints[field.name])
         if (group := _dataclass(inner)) is not None:
             known = None if value is dataclasses.MISSING else value
             later.append((group, known, here, in_optional or group is not inner))
             continue
-        flag = _named(field.name, notes).replace("_", "-")
+        flag = _name_of(field.name, notes).replace("_", "-")
         if field.name not in getattr(kind, "HIDDEN", ()):
             yield Option(here, flag, hints[field.name], value, texts.get(field.name, ""), in_optional)
     for group, known, here, optional in later:
-        yield from _walk(group, known, here, optional)
+        yield from _walk_options(group, known, here, optional)
 
 
 def _default_of(field: dataclasses.Field[Any], default: Any) -> Any:
@@ -234,7 +236,7 @@ def _default_of(field: dataclasses.Field[Any], default: Any) -> Any:
     return field.default
 
 
-def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+def _split_annotated(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     """The type inside ``Annotated``, and its annotations; any other type, and none."""
     if typing.get_origin(hint) is Annotated:
         inner, *notes = typing.get_args(hint)
@@ -244,11 +246,11 @@ def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
 
 def _dataclass(hint: Any) -> type | None:
     """The dataclass ``D`` of a type ``D`` or ``D | None``; None for any other type."""
-    known = _known(hint)
+    known = _without_none(hint)
     return known if dataclasses.is_dataclass(known) else None  # type: ignore[return-value]
 
 
-def _known(hint: Any) -> Any:
+def _without_none(hint: Any) -> Any:
     """The type ``X`` of ``X`` or ``X | None``; None for a union of several types."""
     if typing.get_origin(hint) not in (types.UnionType, typing.Union):
         return hint
@@ -256,7 +258,7 @@ def _known(hint: Any) -> Any:
     return known[0] if len(known) == 1 else None
 
 
-def _named(name: str, notes: tuple[Any, ...]) -> str:
+def _name_of(name: str, notes: tuple[Any, ...]) -> str:
     given = [getattr(note, "name", None) for note in notes]
     return next((one for one in reversed(given) if isinstance(one, str)), name)
 
@@ -264,7 +266,7 @@ def _named(name: str, notes: tuple[Any, ...]) -> str:
 def _metavar(hint: Any) -> str | None:
     """The help's placeholder for a value; that of ``X | None`` is that of ``X``, for None only means left out."""
     # ``Annotated`` may be around the union, around its one type, or both.
-    inner, _ = _parts(_known(_parts(hint)[0]))
+    inner, _ = _split_annotated(_without_none(_split_annotated(hint)[0]))
     origin, parts = typing.get_origin(inner), typing.get_args(inner)
     if origin is Literal:
         return "{" + ",".join(map(str, parts)) + "}"

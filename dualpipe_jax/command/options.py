@@ -19,7 +19,7 @@ from dualpipe_jax.schedule.recipes.classic import MOST_ACTIONS
 
 Number = float | None
 Count = int | None
-More = tuple[float, float, float] | None
+EndCosts = tuple[float, float, float] | None
 Output = Annotated[Path | None, tyro.conf.arg(metavar="FILE", aliases=["-o"])]
 Pipes = Annotated[str | None, tyro.conf.arg(metavar="PIPES")]
 
@@ -32,7 +32,7 @@ class NothingFits(Exception):
     """The request is valid, but no schedule or plan satisfies it."""
 
 
-class Died(RuntimeError):
+class ChildDied(RuntimeError):
     """The child process ended without an answer; the message says how, and quotes its last errors.
 
     Attributes:
@@ -73,24 +73,24 @@ class Costs:
     """The sender of a transfer waits, too, until it is done."""
     no_blocking: bool = False
     """The sender does not wait, whatever the file of costs says."""
-    first: More = None
+    first: EndCosts = None
     """What the model's first stage takes more for F, I and W: the embedding. Negative where it takes less. If
     left out, nothing."""
-    last: More = None
+    last: EndCosts = None
     """What the model's last stage takes more for F, I and W: the head. If left out, nothing."""
 
-    def over(self, base: CostModel | None) -> CostModel:
+    def applied_to(self, base: CostModel | None) -> CostModel:
         """The same as the simulator reads it; what is not given is the base's, if there is one."""
         if self.blocking and self.no_blocking:
             raise CommandError("--blocking and --no-blocking: give one of them, or neither")
         base = base or CostModel()
-        given = _given(self, ("F", "I", "W", "FB", "send", "send_inside", "ranks_per_node"))
+        given = _given_values(self, ("F", "I", "W", "FB", "send", "send_inside", "ranks_per_node"))
         if self.blocking or self.no_blocking:
             given["blocking"] = self.blocking
         if base.FB == base.F + base.I + base.W:
             # FB is worked out anew, from the F, I and W that now hold.
             given = {"FB": None} | given
-        extra = {**base.extra, **_ends(self.first, self.last)}
+        extra = {**base.extra, **_end_values(self.first, self.last)}
         given["extra"] = {stage: more for stage, more in extra.items() if any(more)}
         return dataclasses.replace(base, **given)
 
@@ -117,21 +117,21 @@ class Memory:
     last_parameters: Number = None
     """What the model's last stage has more of --parameters: the head. If left out, 0."""
 
-    def over(self, base: MemoryModel | None) -> MemoryModel:
+    def applied_to(self, base: MemoryModel | None) -> MemoryModel:
         """The same as the simulator reads it; what is not given is the base's, if there is one."""
         names = [field.name for field in dataclasses.fields(self) if not field.name.endswith("_parameters")]
         base = base or MemoryModel()
-        extra = {**base.extra, **_ends(self.first_parameters, self.last_parameters)}
-        given = _given(self, names) | {"extra": {stage: more for stage, more in extra.items() if more}}
+        extra = {**base.extra, **_end_values(self.first_parameters, self.last_parameters)}
+        given = _given_values(self, names) | {"extra": {stage: more for stage, more in extra.items() if more}}
         return dataclasses.replace(base, **given)
 
 
-def _given(options: Costs | Memory, names: Iterable[str]) -> dict[str, Any]:
+def _given_values(options: Costs | Memory, names: Iterable[str]) -> dict[str, Any]:
     """The values of those options that were given."""
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 
-def _ends(first: Any, last: Any) -> dict[int, Any]:
+def _end_values(first: Any, last: Any) -> dict[int, Any]:
     """The values that were given for the model's first stage, 0, and for its last, -1."""
     return {stage: more for stage, more in ((0, first), (-1, last)) if more is not None}
 
@@ -155,7 +155,7 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True)
-class Within:
+class SearchOptions:
     """Options of commands that look for schedules: the counts, and a memory limit."""
 
     ranks: int
@@ -247,17 +247,17 @@ def check_size(num_ranks: int, num_microbatches: int, shape: Shape, num_schedule
         )
 
 
-def limited(schedule: Schedule, shape: Shape) -> Schedule:
+def with_stash_limit(schedule: Schedule, shape: Shape) -> Schedule:
     """The schedule with no more stashes than the options allow."""
     return schedule if shape.max_stash is None else limit_stash(schedule, shape.max_stash)
 
 
-def shaped(recipe: Callable[..., Schedule], shape: Shape) -> Callable[[int, int], Schedule]:
+def with_shape(recipe: Callable[..., Schedule], shape: Shape) -> Callable[[int, int], Schedule]:
     """The recipe with the options' stages and waves, where it takes them, and with their limit of stashes."""
     taken = {option: count for option, count in shape.given().items() if takes(recipe, option)}
 
     @functools.wraps(recipe)
     def made(num_ranks: int, num_microbatches: int, **finer: int) -> Schedule:
-        return limited(recipe(num_ranks, num_microbatches, **(taken | finer)), shape)
+        return with_stash_limit(recipe(num_ranks, num_microbatches, **(taken | finer)), shape)
 
     return made

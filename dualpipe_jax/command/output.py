@@ -11,27 +11,27 @@ from typing import Any
 
 from dualpipe_jax.present.table import Table
 
-_PATIENCE = 5.0
+_QUIET_SECONDS = 5.0
 """Seconds of silence after which a line says what is going on."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Reasons:
+class Refusals:
     """Why schedules are refused: a title, and a reason for each name."""
 
     title: str
-    of: Mapping[str, str]
+    reasons: Mapping[str, str]
 
     def __str__(self) -> str:
-        width = max(map(len, self.of), default=0)
-        return "\n".join([self.title, *(f"  {name:<{width}}  {why}" for name, why in self.of.items())])
+        width = max(map(len, self.reasons), default=0)
+        return "\n".join([self.title, *(f"  {name:<{width}}  {why}" for name, why in self.reasons.items())])
 
     def __rich__(self) -> Any:
         from rich.console import Group
         from rich.table import Table as RichTable
 
         grid = RichTable.grid(padding=(0, 2))
-        for name, why in self.of.items():
+        for name, why in self.reasons.items():
             grid.add_row(f" {name}", why, style="dim")
         return Group(self.title, grid)
 
@@ -41,7 +41,7 @@ def in_terminal() -> bool:
     return sys.stdout.isatty()
 
 
-def show(*parts: str | Table | Reasons) -> None:
+def show(*parts: str | Table | Refusals) -> None:
     """Print text and tables in order."""
     if in_terminal():
         console = make_console()
@@ -60,13 +60,13 @@ def make_console() -> Any:
 
 def waiting(what: str) -> contextlib.AbstractContextManager[Any]:
     """A context in which a terminal shows that work goes on; elsewhere a line says so if it takes long."""
-    return make_console().status(what) if in_terminal() else told_if_long(what)
+    return make_console().status(what) if in_terminal() else print_if_long(what)
 
 
 @contextlib.contextmanager
-def told_if_long(what: str) -> Iterator[None]:
-    """Print a line on standard error if the context lasts for more than ``_PATIENCE`` seconds."""
-    timer = threading.Timer(_PATIENCE, lambda: print(f"{what} ...", file=sys.stderr, flush=True))
+def print_if_long(what: str) -> Iterator[None]:
+    """Print a line on standard error if the context lasts for more than ``_QUIET_SECONDS`` seconds."""
+    timer = threading.Timer(_QUIET_SECONDS, lambda: print(f"{what} ...", file=sys.stderr, flush=True))
     timer.daemon = True
     timer.start()
     try:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from dualpipe_jax.command.explain import explained, followed
+from dualpipe_jax.command.explain import counted_totals, program_report
 from dualpipe_jax.command.options import CommandError, Count, check_files
 from dualpipe_jax.command.output import say_written, show, show_json
 from dualpipe_jax.pods.plain import filled, plain
@@ -89,7 +89,7 @@ class Overlap:
         trained = "nothing" if self.compiled is not None else "step" if self.whole else "pair"
         what = trained if self.what == "train" else self.what
         request = Request(
-            planned(self.plan, self.plan_file),
+            plan_of_options(self.plan, self.plan_file),
             self.target,
             what,
             tuple(map(str, self.output)),
@@ -97,11 +97,11 @@ class Overlap:
             None if self.rates_file is None else str(self.rates_file),
             requests=self.requests,
         )
-        found = study(request)
+        found = ask_pods(request)
         compiled, target = found.compiled, found.target
         assert compiled is not None and target is not None
         title = f"{name_of(found)} ({target.devices} devices)\n" if self.compiled is None else ""
-        hidden = followed(compiled).hidden
+        hidden = counted_totals(compiled).hidden
         enough = hidden is not None and 100 * hidden >= self.at_least
         if self.json:
             show_json(plain(found) | {"at_least": self.at_least / 100, "enough": enough})
@@ -109,11 +109,11 @@ class Overlap:
             show(title, "does not fit:", compiled.out_of_memory)
         elif compiled.what == "text":
             own = _sentences(compiled, self.at_least, enough)[1:] if compiled.units else []  # one of ours
-            pairs: list[str | Table] = [collectives(compiled), "", *own, ""] if own else []
-            show(*pairs, *explained(compiled, target.name, self.at_least, enough))
+            pairs: list[str | Table] = [collectives_table(compiled), "", *own, ""] if own else []
+            show(*pairs, *program_report(compiled, target.name, self.at_least, enough))
         else:
             rest = _sentences(compiled, self.at_least, enough)
-            show(title, collectives(compiled), "", *room_of(found), *rest)
+            show(title, collectives_table(compiled), "", *dispatch_words(found), *rest)
         return 0 if enough else 1
 
     def _check_what(self) -> None:
@@ -137,7 +137,7 @@ class Overlap:
             )
 
 
-def planned(given: Plan | None, file: Path | None) -> Plan:
+def plan_of_options(given: Plan | None, file: Path | None) -> Plan:
     """The plan in a file if one is named, else the plan of the options; ``given`` is None if there are no such options.
 
     Raises:
@@ -151,12 +151,12 @@ def planned(given: Plan | None, file: Path | None) -> Plan:
     return read_plan(file)
 
 
-def study(request: Request, title: str | None = None) -> Answer:
+def ask_pods(request: Request, title: str | None = None) -> Answer:
     """Ask ``dualpipe_jax.pods`` in a child process; ``title`` is the name of the work in lines about its progress.
 
     Raises:
       ValueError, ModuleNotFoundError: the request cannot be met; the compiler or matplotlib is not installed.
-      Died: the compiler ended its process.
+      ChildDied: the compiler ended its process.
     """
     from dualpipe_jax.command.child import ask
     from dualpipe_jax.inspect.measured import read_rates
@@ -214,7 +214,7 @@ def _check_timed(target: Any, request: Request) -> None:
         )
 
 
-def collectives(compiled: Compiled) -> Table:
+def collectives_table(compiled: Compiled) -> Table:
     """A table of the all-to-alls in the order of the program: times in cycles, payloads in MiB of a device."""
     columns: dict[str, Callable[[AllToAll], str]] = {
         "all-to-all": lambda row: row.name,
@@ -229,7 +229,7 @@ def collectives(compiled: Compiled) -> Table:
     return Table.of(columns, compiled.all_to_alls)
 
 
-def units(compiled: Compiled) -> Table:
+def units_table(compiled: Compiled) -> Table:
     """A table of units: their cycles, and the ratio of these to the larger and to the sum of their two parts."""
     head = ("unit", "cycles", "computation", "communication", "exposed", "over the larger", "over the sum")
     rows = [
@@ -243,13 +243,13 @@ def units(compiled: Compiled) -> Table:
     return Table(head, tuple(rows))
 
 
-def sent(compiled: Compiled) -> str:
+def sent_words(compiled: Compiled) -> str:
     """The data that a device sends in all-to-alls, and their number, in words."""
     total = sum(row.payload for row in compiled.all_to_alls)
     return f"sent: {total / 2**20:.1f} MiB of a device in {len(compiled.all_to_alls)} all-to-alls"
 
 
-def exposed_sends(compiled: Compiled) -> str:
+def exposed_sends_words(compiled: Compiled) -> str:
     """The cycles of a tick's sends that the work of its unit is too short to hide, by kind of unit, in words."""
     beside = (
         f"{format_cycles(cycles)} beside {name or 'no unit'}"
@@ -268,7 +268,7 @@ def name_of(found: Answer) -> str:
     return f"{plan.model}, {plan.schedule_in_words}, {plan.layout} on {target.name}"
 
 
-def room_of(found: Answer) -> list[str]:
+def dispatch_words(found: Answer) -> list[str]:
     """How tokens reach experts, and the share of them that is dropped, in words; empty where that is unknown."""
     plan = found.program
     if plan is None or found.dropped is None:
@@ -283,13 +283,13 @@ def room_of(found: Answer) -> list[str]:
 
 
 def _sentences(compiled: Compiled, at_least: float, enough: bool) -> list[str]:
-    totals, sends = followed(compiled), compiled.sends
+    totals, sends = counted_totals(compiled), compiled.sends
     copied = [copy for copy in compiled.copies if copy.of_state]
     hidden = "an unknown share" if totals.hidden is None else percent(totals.hidden)
     lines = [
         f"hidden: {hidden} of {format_cycles(totals.cycles)} cycles of all-to-all "
         f"({'enough' if enough else 'too little'}: {at_least:g} % asked for)",
-        sent(compiled),
+        sent_words(compiled),
     ]
     if compiled.followed is not None:
         all_hidden = compiled.all_to_all.hidden
@@ -300,7 +300,7 @@ def _sentences(compiled: Compiled, at_least: float, enough: bool) -> list[str]:
             f"sends: {sends.count} in flight beside it, {format_cycles(sends.exposed)} of "
             f"{format_cycles(sends.cycles)} exposed, {format_cycles(sends.waits)} waited for"
         )
-        lines += [exposed_sends(compiled)] if compiled.sends_exposed else []
+        lines += [exposed_sends_words(compiled)] if compiled.sends_exposed else []
     # In a text it is unknown which arrays are slots, sums and parameters.
     if compiled.what != "text":
         lines.append(f"copies of slots, sums or parameters in a loop: {len(copied) or 'none'}")

@@ -29,7 +29,7 @@ from dualpipe_jax.step_options import AboveZero, Remat, Shard, StepOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Given(Chosen):
+class FixedOptions(Chosen):
     """What is not chosen: the program, and whatever would change what it learns."""
 
     HIDDEN: ClassVar = (
@@ -110,7 +110,7 @@ class Plan:
     figures."""
     json: bool = False
     """Print JSON, for programs."""
-    given: Annotated[Given, arg(name="program")] = dataclasses.field(default_factory=Given)
+    given: Annotated[FixedOptions, arg(name="program")] = dataclasses.field(default_factory=FixedOptions)
 
     def run(self) -> int:
         if self.output is not None:

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from dualpipe_jax.command.answers import Answers
-from dualpipe_jax.command.clock import Clock
-from dualpipe_jax.command.options import CommandError, Died
+from dualpipe_jax.command.cpu_budget import CpuBudget
+from dualpipe_jax.command.options import ChildDied, CommandError
 from dualpipe_jax.command.room import with_room
 from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import planner
@@ -37,8 +37,8 @@ class Search:
         # Why dropless plans have no room for all tokens, where no capacity factor was given.
         self.unbounded = ""
         self.left = 0
-        self._said: Choice | None = None
-        self._clock = Clock(minutes)
+        self._printed: Choice | None = None
+        self._budget = CpuBudget(minutes)
 
     def explore(self, wanted: Wanted, *, whole: bool = False) -> None:
         """Count, compile and price plans; ``choices`` grows meanwhile.
@@ -60,36 +60,36 @@ class Search:
         self.capacity_factor = wanted.base.capacity_factor
         cases, self.choices = planner.cases(wanted, Target.parse(self.answers.target).num_devices)
         if whole:
-            self._clock = Clock(None)
+            self._budget = CpuBudget(None)
         if whole or self.answers.is_timed:
-            self._consider_in_order(cases, wanted, shards)
+            self._price_in_order(cases, wanted, shards)
         else:
-            self._consider_by_bounds(cases, wanted, shards)
+            self._price_by_bounds(cases, wanted, shards)
         self.left = wanted.moves
         while self.left and (better := planner.move_layers(self.prices, self.choices, cases)) is not None:
-            if not self._clock.lasts(better):
+            if not self._budget.allows(better):
                 print("no layers are moved between stages: no CPU minutes left", file=sys.stderr)
                 break
             cases.append(better)
-            self.consider(better, shards, f"layers {in_runs(better.plan.stage_layers)}")
+            self.price_case(better, shards, f"layers {in_runs(better.plan.stage_layers)}")
             self.left -= 1
         self.left = 0
 
-    def _consider_in_order(self, cases: Sequence[Case], wanted: Wanted, shards: Sequence[Shard]) -> None:
+    def _price_in_order(self, cases: Sequence[Case], wanted: Wanted, shards: Sequence[Shard]) -> None:
         for number, case in enumerate(cases, start=1):
             self.left = len(cases) - number + 1
             if vain := planner.refuse_surplus_stages(case, cases, self.answers.layers):
                 self.choices += vain
-            elif self._is_told_apart(case.plan, wanted):
-                if number > 1 and not self._clock.lasts(case):
-                    self.excluded.append(Excluded(case.plan, None, _NO_MINUTES))
+            elif self._differs(case.plan, wanted):
+                if number > 1 and not self._budget.allows(case):
+                    self.excluded.append(Excluded(case.plan, None, _OUT_OF_MINUTES))
                     continue
-                error = self.consider(case, shards, f"case {number} of {len(cases)}")
+                error = self.price_case(case, shards, f"case {number} of {len(cases)}")
                 if number == 1:
                     self.answers.raise_if_shared(error, planner.with_shard(cases[-1].plan, shards[0]))
-                self._say_best()
+                self._print_best()
 
-    def _consider_by_bounds(self, cases: Sequence[Case], wanted: Wanted, shards: Sequence[Shard]) -> None:
+    def _price_by_bounds(self, cases: Sequence[Case], wanted: Wanted, shards: Sequence[Shard]) -> None:
         self.left = len(cases)
         bounds = Bounds(cases)
         self._count_one_of_each(bounds, wanted, shards)
@@ -100,13 +100,13 @@ class Search:
         for cut in dict.fromkeys(Cut.of(case.plan) for case in bounds.open_cases()):
             if not bounds.is_counted(cut):
                 self.choices += bounds.cannot_fit(cut)
-        self._say_bounds(bounds)
+        self._print_bounds(bounds)
         tried: set[Case] = set()
         while open_cases := [case for case in bounds.open_cases() if case not in tried]:
             self.left = len(open_cases)
             shorter = [case for case in open_cases if bounds.seconds(case) < self.shortest]
             # The first is compiled in any event: counting may have taken all minutes.
-            able = list(filter(self._clock.lasts, shorter)) if tried else shorter
+            able = list(filter(self._budget.allows, shorter)) if tried else shorter
             if not able:
                 break
             case = bounds.choose_next(able)
@@ -116,13 +116,13 @@ class Search:
             tried.add(case)
             known = len(self.prices)
             title = f"at least {bounds.seconds(case):.4g} s, {how_many(len(shorter) - 1, 'case')} left"
-            self.consider(case, shards, title, bounds)
+            self.price_case(case, shards, title, bounds)
             for prices in self.prices[known:]:
                 bounds.add_prices(prices)
-            self._say_best()
+            self._print_best()
         for case in open_cases:
             longer = bounds.seconds(case) >= self.shortest
-            why = "longer than the best" if longer else _NO_MINUTES
+            why = "longer than the best" if longer else _OUT_OF_MINUTES
             why += "" if bounds.is_counted(Cut.of(case.plan)) else _NOT_COUNTED
             self.excluded.append(bounds.excluded(case, why))
         self.excluded.sort(key=lambda found: found.seconds or 0.0)
@@ -139,7 +139,7 @@ class Search:
             left: dict[str, Cut] = {}
             for cut in bounds.cuts():
                 known = cut in tried or bounds.is_known(cut)
-                if not known and self._is_told_apart(bounds.representative(cut), wanted):
+                if not known and self._differs(bounds.representative(cut), wanted):
                     left.setdefault(cut.dispatch, cut)
             # The first cut is counted alone: it tells whether dispatches differ, and errors that all cuts share.
             cuts = list(left.values())[: None if tried else 1]
@@ -159,7 +159,7 @@ class Search:
                     gone = [
                         other
                         for other in alike
-                        if other not in tried and self._is_told_apart(bounds.representative(other), wanted)
+                        if other not in tried and self._differs(bounds.representative(other), wanted)
                     ]
                     self.choices += [
                         Choice(own, refused=str(error)) for each in gone for own in bounds.refuse(each)
@@ -181,7 +181,7 @@ class Search:
         shared = (planner.with_shard(plan, shards[-1]) for plan in plans.values())
         for (cut, plan), counted in zip(plans.items(), self.answers.count_at_once(shared), strict=True):
             if isinstance(counted, Exception):
-                self.choices += [Choice(own, refused=_why(counted)) for own in bounds.refuse(cut)]
+                self.choices += [Choice(own, refused=_reason(counted)) for own in bounds.refuse(cut)]
                 errors[cut] = counted
                 continue
             self.choices += bounds.add_counts(cut, counted)
@@ -189,7 +189,7 @@ class Search:
             print(f"{name}: {bounds.summary(cut)}", file=sys.stderr)
         return list(map(errors.get, cuts))
 
-    def _is_told_apart(self, plan: Plan, wanted: Wanted) -> bool:
+    def _differs(self, plan: Plan, wanted: Wanted) -> bool:
         """Whether a plan differs from others: without tokens sent to experts, only the first dispatch is tried."""
         return self.answers.dispatches or plan.dispatch == wanted.dispatches[0]
 
@@ -199,7 +199,7 @@ class Search:
         known = (choice.seconds for choice in self.choices if not choice.refused)
         return min((seconds for seconds in known if seconds is not None), default=math.inf)
 
-    def _say_bounds(self, bounds: Bounds) -> None:
+    def _print_bounds(self, bounds: Bounds) -> None:
         """Print the least bounds before anything is compiled, which takes long."""
         cases = bounds.open_cases()
         if not cases:
@@ -208,7 +208,7 @@ class Search:
         lines = [f"{how_many(len(cases), 'case')} left; by products and bubbles alone a step takes at least"]
         counted = [case for case in cases if bounds.is_counted(Cut.of(case.plan))]
         others = [bounds.seconds(case) for case in cases if not bounds.is_counted(Cut.of(case.plan))]
-        for case in heapq.nsmallest(_FIRST, counted, key=bounds.seconds):
+        for case in heapq.nsmallest(_NUM_PRINTED_BOUNDS, counted, key=bounds.seconds):
             plan = bounds.excluded(case, "").plan
             how = f"{plan.num_microbatches} microbatches of {plan.batch}, remat {plan.remat}, {plan.dispatch}"
             takes = f"{bounds.seconds(case):.4g} s, {bounds.memory(case) / 2**30:.1f} GiB"
@@ -217,27 +217,27 @@ class Search:
             lines.append(f"  {min(others):.4g} s: the least of {len(others)} not counted, which may not fit")
         print("\n".join(lines), file=sys.stderr)
 
-    def _say_estimate(self, plan: Plan, title: str) -> None:
+    def _print_estimate(self, plan: Plan, title: str) -> None:
         """Print a step's time if all stages were like most: their units compile soon, all kinds take minutes."""
         try:
             step = self.answers.ask(plan, "usual", title).step
-        except (Died, CommandError):
+        except (ChildDied, CommandError):
             # Reported and handled when all units are compiled.
             return
         if step is not None:
             words = f"were all stages like most of them, a step took {step.seconds:.4g} s, {percent(step.mfu)} MFU"
-            print(f"{words}: {_how(plan)}; compiling the others", file=sys.stderr)
+            print(f"{words}: {_plan_words(plan)}; compiling the others", file=sys.stderr)
 
-    def _say_best(self) -> None:
+    def _print_best(self) -> None:
         """Print the best plan so far, unless it was printed before."""
         for best in planner.ranked(self.choices)[:1]:
-            if best == self._said:
+            if best == self._printed:
                 return
-            self._said = best
-            words = f"the best so far takes {best.seconds:.4g} s, {percent(best.mfu)} MFU: {_how(best.plan)}"
+            self._printed = best
+            words = f"the best so far takes {best.seconds:.4g} s, {percent(best.mfu)} MFU: {_plan_words(best.plan)}"
             print(words, file=sys.stderr)
 
-    def consider(
+    def price_case(
         self, case: Case, shards: Sequence[Shard], title: str, bounds: Bounds | None = None
     ) -> Exception | None:
         """Price all plans of a case; ``shards`` has the least sharding first. Returns the error if asking failed.
@@ -265,23 +265,25 @@ class Search:
                 if not planner.is_worth_compiling(plans, done, prices):
                     continue
                 priced = any(not choice.refused for choice in done)
-                if prices and priced and not self._clock.lasts(case):
+                if prices and priced and not self._budget.allows(case):
                     least = min(plans, key=prices.ticks)
-                    self.excluded.append(Excluded(least, prices.ticks(least), _NO_MINUTES))
+                    self.excluded.append(Excluded(least, prices.ticks(least), _OUT_OF_MINUTES))
                     break
                 standing = planner.representative(plans)
                 if bounds and not self.prices:
-                    self._say_estimate(standing, title)
+                    self._print_estimate(standing, title)
                 if self.answers.is_timed and count.memory is not None:
-                    _say_room(standing, count.memory, Target.parse(self.answers.target).num_devices, title)
-                with self._clock.runs(case):
+                    _print_memory(
+                        standing, count.memory, Target.parse(self.answers.target).num_devices, title
+                    )
+                with self._budget.recording(case):
                     found = self.answers.ask(standing, "units", title)
                 new = Prices(case, shard, found)
                 done += new.choices(plans, count)
                 self.prices.append(new)
                 prices = new if new.known else prices
-        except (Died, CommandError) as error:
-            done += [Choice(plan, refused=_why(error)) for plan in plans]
+        except (ChildDied, CommandError) as error:
+            done += [Choice(plan, refused=_reason(error)) for plan in plans]
             return error
         finally:
             self.choices += done
@@ -316,32 +318,32 @@ class Search:
         least = min(counted, key=lambda choice: choice.memory or 0.0)
         try:
             return self.answers.ask(least.plan, "nothing", "options that make it fit", hints=True)
-        except (Died, CommandError):
+        except (ChildDied, CommandError):
             return None
 
 
-_FIRST = 5
+_NUM_PRINTED_BOUNDS = 5
 """Number of bounds that are printed before anything is compiled."""
 
-_NO_MINUTES = "no CPU minutes left"
+_OUT_OF_MINUTES = "no CPU minutes left"
 _NOT_COUNTED = ", not counted: it may not fit"
 """Said of cuts whose turn has not come: counting all cuts takes minutes, so until then others bound them."""
 
 
-def _say_room(plan: Plan, counted: Memory, num_devices: int, title: str) -> None:
+def _print_memory(plan: Plan, counted: Memory, num_devices: int, title: str) -> None:
     """Print how much of this machine's memory a plan's units need, before they run here: others may have taken it."""
     assert counted.limit is not None
     needs, room = (gib(num_devices * each) for each in (planner.needed(plan, counted), counted.limit))
     words = f"{title}: its units run here, in about {needs} GiB of this machine's {room}, and what they compute with"
     print(
-        f"{words}: {_how(plan)}; less with a smaller --sequence or --per-device, or --remat all",
+        f"{words}: {_plan_words(plan)}; less with a smaller --sequence or --per-device, or --remat all",
         file=sys.stderr,
     )
 
 
-def _how(plan: Plan) -> str:
+def _plan_words(plan: Plan) -> str:
     return f"{plan.schedule_in_words}, {layout_of(plan)}, remat {plan.remat}, {plan.dispatch}"
 
 
-def _why(error: Exception) -> str:
-    return str(error).splitlines()[0] if isinstance(error, Died) else str(error)
+def _reason(error: Exception) -> str:
+    return str(error).splitlines()[0] if isinstance(error, ChildDied) else str(error)

@@ -86,7 +86,7 @@ class Probe:
 
         An experiment that ends its process is reported, and another process goes on after it.
         """
-        from dualpipe_jax.command.child import Died, Hung, ask
+        from dualpipe_jax.command.child import ChildDied, StageTimeout, ask
 
         found: dict[str, Any] = {"devices": {}, "results": {}}
         left = names
@@ -98,9 +98,9 @@ class Probe:
             try:
                 known = ask("dualpipe_jax.probe", first, environment, "probe", self._limit, others)
                 stage = None
-            except Died as death:
+            except ChildDied as death:
                 known, stage = death.known, death.stage
-                why = f"hung: {death}" if isinstance(death, Hung) else _in_brief(str(death))
+                why = f"hung: {death}" if isinstance(death, StageTimeout) else _in_brief(str(death))
                 if stage not in left:
                     raise
             found = {

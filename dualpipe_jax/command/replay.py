@@ -5,9 +5,9 @@ from typing import Annotated, Any
 
 import tyro
 
-from dualpipe_jax.command.given import Given
 from dualpipe_jax.command.options import CommandError, Costs, Memory, read_text
 from dualpipe_jax.command.output import show, show_json
+from dualpipe_jax.command.share_files import PartialShare
 from dualpipe_jax.present.numbers import Units, number, percent
 from dualpipe_jax.present.table import Table
 from dualpipe_jax.schedule.formats.costs_text import describe
@@ -40,7 +40,7 @@ class ReplayStep:
         measured, units = read_measured(read_text(self.file))
         costs = None
         if self.costs != Costs():
-            share = Given().under(self.costs, Memory())
+            share = PartialShare().overridden_by(self.costs, Memory())
             costs, units = share.costs.for_schedule(measured.schedule), _one_of(units, share.units)
         found = replay(measured, costs)
         if self.json:

@@ -4,7 +4,7 @@ import dataclasses
 import sys
 
 from dualpipe_jax.command.answers import Answers
-from dualpipe_jax.command.options import CommandError, Died
+from dualpipe_jax.command.options import ChildDied, CommandError
 from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import planner
 from dualpipe_jax.pods.bounds import Bounds
@@ -15,7 +15,7 @@ from dualpipe_jax.step_options import BOUNDED
 def with_room(answers: Answers, wanted: Wanted) -> tuple[Wanted, str]:
     """``wanted`` and "", or a copy bounded to ``BOUNDED`` and the reason: room for all tokens is out of reach.
 
-    It is out of reach if it fits in no plan, or makes a step more than ``_FAR`` times as long as bounded room.
+    It is out of reach if it fits in no plan, or makes a step more than ``_TOO_SLOW`` times as long as bounded room.
 
     Raises:
       CommandError: the first plan and the last have the same error.
@@ -24,7 +24,7 @@ def with_room(answers: Answers, wanted: Wanted) -> tuple[Wanted, str]:
         return wanted, ""
     bounded = dataclasses.replace(wanted, base=dataclasses.replace(wanted.base, capacity_factor=BOUNDED))
     why, seconds = _least_dropless(answers, wanted)
-    if seconds and 0.0 < _FAR * (less := _least_dropless(answers, bounded)[1]) < seconds:
+    if seconds and 0.0 < _TOO_SLOW * (less := _least_dropless(answers, bounded)[1]) < seconds:
         why = f"takes at least {seconds:.4g} s, bounded {less:.4g} s"
     if not why:
         return wanted, ""
@@ -49,7 +49,7 @@ def _least_dropless(answers: Answers, wanted: Wanted) -> tuple[str, float]:
         counted = answers.ask(
             planner.with_shard(bounds.representative(cut), most), "nothing", "room at the experts"
         )
-    except (Died, CommandError) as error:
+    except (ChildDied, CommandError) as error:
         answers.raise_if_shared(error, planner.with_shard(bounds.representative(last), most))
         # Reported when the case's turn comes.
         return "", 0.0
@@ -64,5 +64,5 @@ def _least_dropless(answers: Answers, wanted: Wanted) -> tuple[str, float]:
     return "", min(bounds.seconds(case) for case in bounds.cases[cut] if case in bounds.open_cases())
 
 
-_FAR = 2.0
+_TOO_SLOW = 2.0
 """Room for all tokens is given up if its step takes more than this many times as long as one with bounded room."""

@@ -8,20 +8,20 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from dualpipe_jax.command.compare import Row, by_merit, rows_of, tabulate
+from dualpipe_jax.command.compare import Row, best_first, rows_of, tabulate
 from dualpipe_jax.command.formats import encode, format_of, write
-from dualpipe_jax.command.given import Given, Share
 from dualpipe_jax.command.options import (
     Costs,
     Memory,
     NothingFits,
     Number,
     Output,
+    SearchOptions,
     Shape,
-    Within,
     check_size,
 )
 from dualpipe_jax.command.output import in_terminal, show, show_json, waiting
+from dualpipe_jax.command.share_files import PartialShare, RankShare
 from dualpipe_jax.present.numbers import Units, percent
 from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Schedule, simulate
 from dualpipe_jax.schedule.costs import REL_TOLERANCE, at_most
@@ -30,7 +30,7 @@ from dualpipe_jax.schedule.optimize.seeds import schedules_for_counts
 
 
 @dataclasses.dataclass(frozen=True)
-class Search(Within):
+class Search(SearchOptions):
     """Search for a schedule for these costs, sends among them, in this memory.
 
     It is no longer than any named one that fits and has one copy of the parameters, or the placement asked for.
@@ -64,7 +64,7 @@ class Search(Within):
         """Search, keep what was found, and print how it compares; returns the exit status."""
         check_size(self.ranks, self.microbatches, Shape(), len(ALL_SCHEDULES))
         form = format_of(None, False, self.output)
-        share = Given().under(self.costs, self.memory)
+        share = PartialShare().overridden_by(self.costs, self.memory)
         costs, sizes, units = share
         began = time.perf_counter()
         with waiting("searching"):
@@ -77,8 +77,8 @@ class Search(Within):
         if self.json:
             show_json(_facts(found, ours, named, seconds) | {"units": dataclasses.asdict(units)})
         else:
-            rows = by_merit([ours, *named])
-            given = share.words(self.ranks, self.microbatches, self.limit)
+            rows = best_first([ours, *named])
+            given = share.in_words(self.ranks, self.microbatches, self.limit)
             show(given, tabulate(rows, share, best=rows.index(ours)))
             unwritten = "; --output FILE keeps it" if in_terminal() else ""
             kept = unwritten if self.output is None else f"; written to {self.output}"
@@ -109,11 +109,11 @@ class Search(Within):
                 raise NothingFits(str(error).replace("memory_limit=", "--memory-limit ")) from None
             raise
 
-    def named(self, share: Share) -> list[Row]:
+    def named(self, share: RankShare) -> list[Row]:
         """The named schedules that fit the memory, the best first."""
         schedules = schedules_for_counts(ALL_SCHEDULES, self.ranks, self.microbatches)
         rows = rows_of(schedules, share, {}, self.limit)
-        return by_merit(row for row in rows if at_most(row.memory, self.limit))
+        return best_first(row for row in rows if at_most(row.memory, self.limit))
 
 
 def _verdict(ours: Row, named: list[Row], units: Units) -> str:

@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar
 import tyro
 
 from dualpipe_jax.command.formats import Format, encode, format_of, summary, write
-from dualpipe_jax.command.given import Share
 from dualpipe_jax.command.options import CommandError, Costs, Count, Memory, Output, Pipes, Shape, check_size
 from dualpipe_jax.command.output import in_terminal, make_console, show
+from dualpipe_jax.command.share_files import RankShare
 from dualpipe_jax.command.source import is_file, schedule_of
 from dualpipe_jax.present.numbers import Units, number
 from dualpipe_jax.schedule import Timeline, simulate
@@ -59,7 +59,7 @@ class Show:
         if form == "text" and self.why is None and not is_file(self.name):
             _check_lines(self.ranks or 1, self.microbatches or 1, self.shape)
         schedule, given = schedule_of(self.name, self.ranks, self.microbatches, self.shape, self.pipes)
-        share = given.under(self.costs, self.memory)
+        share = given.overridden_by(self.costs, self.memory)
         timeline = simulate(schedule, share.costs.for_schedule(schedule))
         moment = None if self.why in (None, "path") else _moment(self.why)
         chain = None
@@ -120,7 +120,7 @@ def _lines(links: list[Link]) -> list[str]:
     return lines
 
 
-def draw_in_terminal(timeline: Timeline, share: Share) -> None:
+def draw_in_terminal(timeline: Timeline, share: RankShare) -> None:
     """Print the schedule drawn to time, a row of colored cells for each rank."""
     from dualpipe_jax.command.drawing import print_drawing
 

@@ -5,8 +5,15 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from dualpipe_jax.command.given import Given, remembered
-from dualpipe_jax.command.options import CommandError, Shape, check_size, limited, read_text, shaped
+from dualpipe_jax.command.options import (
+    CommandError,
+    Shape,
+    check_size,
+    read_text,
+    with_shape,
+    with_stash_limit,
+)
+from dualpipe_jax.command.share_files import PartialShare, share_in_text
 from dualpipe_jax.schedule import Placement, Schedule, ScheduleError, parse_grid, validate
 from dualpipe_jax.schedule.formats.json_text import from_json
 from dualpipe_jax.schedule.names import SCHEDULES, find, is_known, make
@@ -19,7 +26,7 @@ def is_file(name: str) -> bool:
 
 def schedule_of(
     name: str, ranks: int | None, microbatches: int | None, shape: Shape, pipes: str | None = None
-) -> tuple[Schedule, Given]:
+) -> tuple[Schedule, PartialShare]:
     """The schedule with a name or in a file, with its stashes limited by ``shape``; and the costs that the file gives.
 
     Raises:
@@ -30,16 +37,16 @@ def schedule_of(
         if ranks or microbatches:
             raise CommandError(f"{name} is a file and says its own counts; drop --ranks and --microbatches")
         schedule, given = load(name, pipes)
-        return limited(schedule, shape), given
+        return with_stash_limit(schedule, shape), given
     if ranks is None or microbatches is None:
         raise CommandError(f"show {find(name).__name__}: add --ranks and --microbatches")
     check_size(ranks, microbatches, shape)
-    return limited(make(name, ranks, microbatches, shape.given()), shape), Given()
+    return with_stash_limit(make(name, ranks, microbatches, shape.given()), shape), PartialShare()
 
 
 def schedules_of(
     names: Sequence[str], ranks: int | None, microbatches: int | None, shape: Shape, pipes: str | None = None
-) -> tuple[list[Schedule], dict[str, str], Given]:
+) -> tuple[list[Schedule], dict[str, str], PartialShare]:
     """The schedules named and those in files (all schedules, if none is named), and the reason for each refused one.
 
     The third result is the costs that the first file gives. A schedule of a file is called by the file's name. Counts
@@ -51,7 +58,7 @@ def schedules_of(
     """
     loaded = {name: load(name, pipes) for name in names if is_file(name)}
     files = {
-        name: dataclasses.replace(limited(schedule, shape), name=Path(name).name)
+        name: dataclasses.replace(with_stash_limit(schedule, shape), name=Path(name).name)
         for name, (schedule, _) in loaded.items()
     }
     first = next(iter(files.values()), None)
@@ -73,14 +80,14 @@ def schedules_of(
             continue
         recipe = find(name)
         try:
-            made.append(shaped(recipe, shape)(ranks, microbatches))
+            made.append(with_shape(recipe, shape)(ranks, microbatches))
         except ValueError as error:
             refused[recipe.__name__] = str(error).removeprefix(f"{recipe.__name__}: ")
-    given = next((given for _, given in loaded.values()), Given())
+    given = next((given for _, given in loaded.values()), PartialShare())
     return list(dict.fromkeys(made)), refused, given
 
 
-def load(name: str, pipes: str | None = None) -> tuple[Schedule, Given]:
+def load(name: str, pipes: str | None = None) -> tuple[Schedule, PartialShare]:
     """The valid schedule in a file, and the costs that the file gives.
 
     Raises:
@@ -95,7 +102,7 @@ def load(name: str, pipes: str | None = None) -> tuple[Schedule, Given]:
         raise
     except ValueError as error:
         raise ScheduleError(f"{name}: {error}") from None
-    return schedule, remembered(text, name)
+    return schedule, share_in_text(text, name)
 
 
 def read(text: str, placement: Placement | None, is_csv: bool = False) -> Schedule:

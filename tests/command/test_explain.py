@@ -2,7 +2,7 @@
 
 import pytest
 
-from dualpipe_jax.command.explain import explained, followed
+from dualpipe_jax.command.explain import counted_totals, program_report
 from dualpipe_jax.pods.results import CollectiveTotals, Compiled, Exposed, Order
 
 
@@ -14,7 +14,7 @@ def exposed(cost, cause="order", kind="all-to-all", context="main", times=1, els
 def said(*found, target="v5p:2x2x2", kinds=None, **more):
     kinds = kinds or {one.kind: CollectiveTotals(1, cycles=100.0, exposed=50.0, hidden=0.5) for one in found}
     compiled = Compiled("text", file="dump/step.txt", by_kind=kinds, exposed=found, **more)
-    return "\n".join(map(str, explained(compiled, target, 97.0, False)))
+    return "\n".join(map(str, program_report(compiled, target, 97.0, False)))
 
 
 def test_what_costs_little_is_counted_together():
@@ -59,10 +59,10 @@ def test_all_kinds_count_where_there_is_no_all_to_all():
         "all-gather": CollectiveTotals(2, cycles=300.0, exposed=60.0),
         "all-reduce": CollectiveTotals(1, cycles=100.0, exposed=40.0),
     }
-    assert followed(Compiled("text", by_kind=kinds)).hidden == pytest.approx(1 - 100 / 400)
+    assert counted_totals(Compiled("text", by_kind=kinds)).hidden == pytest.approx(1 - 100 / 400)
     assert "hidden: 75.0 % of 400 cycles of its collectives (too little: 97 % asked for)" in said(kinds=kinds)
     unknown = kinds | {"all-reduce": CollectiveTotals(1)}
-    assert followed(Compiled("text", by_kind=unknown)).hidden is None
+    assert counted_totals(Compiled("text", by_kind=unknown)).hidden is None
     told = said(kinds=unknown)
     assert "hidden: an unknown share" in told and "the text does not tell how long some take" in told
     assert said(kinds=None) == "dump/step.txt on v5p:2x2x2\n\nno collectives"

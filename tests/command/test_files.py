@@ -30,7 +30,7 @@ def idle(monkeypatch, tmp_path):
         (show, "schedule_of"),
         (search.Search, "find"),
         (balance, "read_loads"),
-        (answers, "study"),
+        (answers, "ask_pods"),
         (probe.Probe, "explore"),
     ):
         monkeypatch.setattr(module, name, begun)

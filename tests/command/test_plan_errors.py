@@ -19,7 +19,7 @@ def test_what_no_case_can_have_is_told_after_two(monkeypatch, tmp_path, capsys):
             asked.append((given.pp, given.ep))
             raise CommandError(words(given))
 
-        monkeypatch.setattr(answers, "study", study)
+        monkeypatch.setattr(answers, "ask_pods", study)
         asked.clear()
         return main(["plan", "--target", "v5p:2x2x4", "--program", "tiny", "--cache", str(tmp_path)])
 
@@ -54,5 +54,5 @@ def test_options_are_looked_at_without_a_compiler(monkeypatch, capsys, command):
     assert asked == ["draw"] and "error: --ep 7: must divide" in capsys.readouterr().err
     monkeypatch.setattr(child, "ask", lambda *_: asked.append("right") or {})
     with pytest.raises(MissingCompiler):
-        overlap.study(overlap.Request(overlap.Plan("tiny"), "v5e:4x4", "units"))
+        overlap.ask_pods(overlap.Request(overlap.Plan("tiny"), "v5e:4x4", "units"))
     assert asked == ["draw", "right"]

@@ -10,7 +10,7 @@ import pytest
 from dualpipe_jax.__main__ import main
 from dualpipe_jax.command import output, show
 from dualpipe_jax.command.formats import summary
-from dualpipe_jax.command.given import Share
+from dualpipe_jax.command.share_files import RankShare
 from dualpipe_jax.present.numbers import Units
 from dualpipe_jax.schedule import CostModel, MemoryModel, format_grid, simulate
 from dualpipe_jax.schedule.names import SCHEDULES
@@ -98,7 +98,7 @@ class Counted(tuple):
 def test_a_summary_of_many_ranks_looks_for_the_end_of_the_step_once():
     timeline = simulate(SCHEDULES["one_f_one_b"](40, 4))
     timeline = dataclasses.replace(timeline, ends=Counted(timeline.ends))
-    line, _ = summary(timeline, Share(timeline.costs, MemoryModel(), Units()))
+    line, _ = summary(timeline, RankShare(timeline.costs, MemoryModel(), Units()))
     assert line.startswith("makespan 129, ") and Counted.walks == 1, (
         "43 slots of F and B, which take 3 together"
     )
@@ -114,10 +114,10 @@ def test_text_is_drawn_from_the_step_that_was_simulated(monkeypatch, capsysbinar
 def test_what_takes_long_says_so(capsys, monkeypatch):
     """Waits for the line, not for a time: the work ends when it has come."""
     told = []
-    monkeypatch.setattr(output, "_PATIENCE", 0.0)
+    monkeypatch.setattr(output, "_QUIET_SECONDS", 0.0)
     came = threading.Event()
     monkeypatch.setattr(output, "print", lambda *words, **_: (told.append(words), came.set()), raising=False)
-    with output.told_if_long("dualpipe show: at work"):
+    with output.print_if_long("dualpipe show: at work"):
         assert came.wait(60)
     assert told == [("dualpipe show: at work ...",)]
 

@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
-from dualpipe_jax.command import answers, clock
+from dualpipe_jax.command import answers, cpu_budget
 from dualpipe_jax.command import plan as plan_command
-from dualpipe_jax.command.options import CommandError, Died
+from dualpipe_jax.command.options import ChildDied, CommandError
 from dualpipe_jax.pods import planner
 from dualpipe_jax.pods.bounds import MARGIN, Bounds, Cut, StepBound
 from dualpipe_jax.pods.results import Unit
@@ -366,7 +366,7 @@ def test_cpu_minutes(monkeypatch, minutes, compiled):
     """Units take ten, a count two: the first case ends after 18. It is begun in any event, the next if its units will
     end in time, should they take as long."""
     used, priced = [0.0], []
-    monkeypatch.setattr(clock, "_minutes", lambda: used[0])
+    monkeypatch.setattr(cpu_budget, "_minutes", lambda: used[0])
 
     def ask(plan, compile, title):
         used[0] += {"nothing": 2.0, "usual": 0.0, "units": 10.0}[compile]
@@ -386,7 +386,7 @@ def test_cpu_minutes(monkeypatch, minutes, compiled):
 def test_cpu_minutes_where_units_are_timed(monkeypatch, capsys, minutes, timed, whole):
     """Units take nine, a count one: minutes end the search as where units are compiled, unless all are asked for."""
     used, priced = [0.0], []
-    monkeypatch.setattr(clock, "_minutes", lambda: used[0])
+    monkeypatch.setattr(cpu_budget, "_minutes", lambda: used[0])
 
     def ask(plan, compile, title):
         used[0] += {"nothing": 1.0, "units": 9.0}[compile]
@@ -409,7 +409,7 @@ def test_stages_that_are_twice_as_long_are_expected_to_take_twice_as_many_minute
 ):
     """The first takes ten on four ranks, so one on two twenty: with 29 another on four ranks goes before it."""
     used, priced = [0.0], []
-    monkeypatch.setattr(clock, "_minutes", lambda: used[0])
+    monkeypatch.setattr(cpu_budget, "_minutes", lambda: used[0])
 
     def ask(plan, compile, title):
         if compile == "units":
@@ -552,7 +552,7 @@ def test_what_is_told_meanwhile(capsys):
     assert none == "no case fits"
 
 
-@pytest.mark.parametrize("error", [None, CommandError("no"), Died("killed", "compiling", {})])
+@pytest.mark.parametrize("error", [None, CommandError("no"), ChildDied("killed", "compiling", {})])
 def test_an_estimate_is_asked_for_once_and_decides_nothing(monkeypatch, capsys, error):
     """Of the first case, before its units; one that cannot be had is not told."""
     asked = []
@@ -706,7 +706,7 @@ def test_units_are_compiled_first_with_as_little_shared_out_as_there_is_probably
 def test_more_is_shared_out_only_if_its_units_end_in_time(monkeypatch, minutes, compiled):
     """With nothing shared out only a stash of one fits. Counts take no time here, units ten minutes each."""
     used, asked = [0.0], []
-    monkeypatch.setattr(clock, "_minutes", lambda: used[0])
+    monkeypatch.setattr(cpu_budget, "_minutes", lambda: used[0])
 
     def ask(plan, compile, title):
         if compile == "units":
@@ -796,7 +796,7 @@ def test_no_plan_is_called_the_one_that_needs_least_where_others_were_not_tried(
 def test_layers_are_not_moved_without_a_word(monkeypatch, capsys, whole, moved):
     """Without minutes they stay, and that is told; --whole has no such limit."""
     used = [0.0]
-    monkeypatch.setattr(clock, "_minutes", lambda: used[0])
+    monkeypatch.setattr(cpu_budget, "_minutes", lambda: used[0])
     asked = []
 
     def ask(plan, compile, title):

@@ -13,7 +13,7 @@ from dualpipe_jax.__main__ import main
 from dualpipe_jax.command import answers, planning
 from dualpipe_jax.command import plan as command
 from dualpipe_jax.command.answers import Answers
-from dualpipe_jax.command.options import CommandError, Died
+from dualpipe_jax.command.options import ChildDied, CommandError
 from dualpipe_jax.inspect.target import Target
 from dualpipe_jax.pods import Answer, Plan, ahead, planner
 from dualpipe_jax.pods.cache import Cache, _digest, default_folder
@@ -294,7 +294,7 @@ def studied(monkeypatch):
             raise event
         return answer(request.plan, request.compile)
 
-    monkeypatch.setattr(answers, "study", study)
+    monkeypatch.setattr(answers, "ask_pods", study)
     return asked, events
 
 
@@ -311,9 +311,9 @@ def test_ways_to_experts_are_told_apart_if_any_token_goes_there(
     studied, tmp_path, monkeypatch, dropped, ways
 ):
     asked, _ = studied
-    study = answers.study
+    study = answers.ask_pods
     answered = lambda *args, **how: dataclasses.replace(study(*args, **how), dropped=dropped)  # noqa: E731
-    monkeypatch.setattr(answers, "study", answered)
+    monkeypatch.setattr(answers, "ask_pods", answered)
     assert planned(tmp_path, "--dispatch", *planner.DISPATCHES) == 0
     assert list(dict.fromkeys(plan.dispatch for plan, _ in asked)) == ways
     assert command.Plan("v5e:2x4").dispatch == ("dropless", "capacity"), "the trainer's own comes first"
@@ -345,7 +345,7 @@ def test_programs_that_grow_with_their_stages_are_told(studied, tmp_path, capsys
         found = answer(request.plan, request.compile)
         return dataclasses.replace(found, parameters=Parameters(next(several) // 3, 1, 1))
 
-    monkeypatch.setattr(answers, "study", study)
+    monkeypatch.setattr(answers, "ask_pods", study)
     assert planned(tmp_path) == 0
     assert "these are different models, of 33, 34, 35 parameters" in capsys.readouterr().out
 
@@ -367,7 +367,7 @@ def test_layers_are_moved_where_the_ends_take_more_or_less(monkeypatch, tmp_path
         asked.append((request.plan.stage_layers, request.compile))
         return layered(request.plan, request.compile)
 
-    monkeypatch.setattr(answers, "study", study)
+    monkeypatch.setattr(answers, "ask_pods", study)
     options = ["--pp", "4", "--schedule", "1f1b", "--shard", "nothing"]
     assert planned(tmp_path, *options, "--move-layers", "0", "--json") == 0
     (own,) = json.loads(capsys.readouterr().out)["plans"]
@@ -425,7 +425,7 @@ def test_interrupted_it_goes_on_where_it_was(studied, tmp_path, capsys):
 def test_a_case_that_fails_is_not_the_end(studied, tmp_path, capsys):
     asked, events = studied
     events[1] = CommandError("--ep 4: must divide the 6 experts")
-    events[5] = Died("ended by SIGABRT\nwords", "compiling", {})
+    events[5] = ChildDied("ended by SIGABRT\nwords", "compiling", {})
     assert planned(tmp_path) == 1
     out = capsys.readouterr().out
     for words in (": 0 plans fit\n", "--ep 4: must divide the 6 experts", "ended by SIGABRT\n"):
@@ -447,7 +447,7 @@ def test_where_nothing_fits_options_are_told_that_would_make_it_fit(monkeypatch,
             found = dataclasses.replace(found, memory=dataclasses.replace(found.memory, remedies=(remedy,)))
         return found
 
-    monkeypatch.setattr(answers, "study", study)
+    monkeypatch.setattr(answers, "ask_pods", study)
     assert planned(tmp_path) == 1
     out = capsys.readouterr().out
     (least,) = asked
@@ -464,10 +464,10 @@ def test_where_nothing_fits_options_are_told_that_would_make_it_fit(monkeypatch,
 def test_results_are_told_where_no_hint_can_be_had(monkeypatch, tmp_path, capsys):
     def study(request, title):
         if request.hints:
-            raise Died("ended by SIGKILL", "counting", {})
+            raise ChildDied("ended by SIGKILL", "counting", {})
         return answer(request.plan, request.compile, memory=GIB)
 
-    monkeypatch.setattr(answers, "study", study)
+    monkeypatch.setattr(answers, "ask_pods", study)
     assert planned(tmp_path) == 1
     assert "needs 3.0 GiB of 1.0, counted" in capsys.readouterr().out
 
@@ -633,7 +633,7 @@ def test_the_update_is_compiled_in_a_form_that_fits(studied, tmp_path, monkeypat
         fixed = {"nothing": 20 * GIB, "optimizer": 3 * GIB, "parameters": 2 * GIB}[plan.shard]
         return answer(plan, request.compile, fixed=fixed)
 
-    monkeypatch.setattr(answers, "study", large)
+    monkeypatch.setattr(answers, "ask_pods", large)
     assert planned(tmp_path, "--json") == 0
     assert {plan.shard for plan, compile in asked if compile == "units"} == {"optimizer"}
     assert len(asked) == 2 * (3 + 1)

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from dualpipe_jax.command.given import from_file
+from dualpipe_jax.command.share_files import read_share_file
 from dualpipe_jax.inspect import read
 from dualpipe_jax.profile import ProfileError, measure, write_profile
 from dualpipe_jax.profile.capture import Event
@@ -195,7 +195,7 @@ def test_costs_are_replayed_as_they_were_measured(tmp_path):
     found = measure(trace(schedule, COSTS), program(False), schedule, devices(schedule))
     file = tmp_path / "costs.json"
     file.write_text(json.dumps(found.replay()))
-    costs = from_file(file).costs
+    costs = read_share_file(file).costs
     assert near((costs.F, costs.I, costs.W, costs.FB), (4.0, 6.0, 3.0, 13.0))
     assert near(costs.extra[0], COSTS.extra[0]) and near(costs.extra[-1], COSTS.extra[-1])
     assert simulate(schedule, costs.for_schedule(schedule)).makespan == pytest.approx(found.makespan)

@@ -16,20 +16,20 @@ from dualpipe_jax.present.numbers import Units
 from dualpipe_jax.schedule import CostModel, MemoryModel
 from dualpipe_jax.schedule.formats.costs_text import describe
 
-ENTRY = "of_a_share"
+SHARE_ENTRY = "of_a_share"
 """The entry of a schedule's file that holds the costs and sizes."""
 
-_LINE = re.compile(rf"^# {ENTRY} (\{{.*\}})\s*$", re.MULTILINE)
+_LINE = re.compile(rf"^# {SHARE_ENTRY} (\{{.*\}})\s*$", re.MULTILINE)
 
 
-_ENDS = {"first": 0, "last": -1}
+_END_STAGES = {"first": 0, "last": -1}
 """Entries of a file that may replace ``extra``, and the stages that they stand for."""
 
-_COSTS = *(field.name for field in dataclasses.fields(CostModel)), *_ENDS
+_COSTS = *(field.name for field in dataclasses.fields(CostModel)), *_END_STAGES
 """Entries of costs that a file may have at its top level, without "costs" around them."""
 
 
-class Share(NamedTuple):
+class RankShare(NamedTuple):
     """The costs and memory sizes of a whole rank's share of the model, and their units."""
 
     costs: CostModel
@@ -41,7 +41,7 @@ class Share(NamedTuple):
         """Whether memory is more than the number of live activations."""
         return self.sizes != MemoryModel()
 
-    def words(self, ranks: int, microbatches: int, limit: float = math.inf) -> str:
+    def in_words(self, ranks: int, microbatches: int, limit: float = math.inf) -> str:
         """A line with the ranks, the microbatches, the costs and the memory limit."""
         within = "" if limit == math.inf else f", memory limit {self.units.size(limit)}"
         return f"{ranks} ranks, {microbatches} microbatches, {describe(self.costs, self.units)}{within}"
@@ -53,26 +53,26 @@ class Share(NamedTuple):
 
     def comment(self) -> str:
         """The entry as a comment below a grid; empty where all values are the defaults."""
-        if self == Share(CostModel(), MemoryModel(), Units()):
+        if self == RankShare(CostModel(), MemoryModel(), Units()):
             return ""
-        return f"# {ENTRY} {json.dumps(self.entry())}"
+        return f"# {SHARE_ENTRY} {json.dumps(self.entry())}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class PartialShare:
     """The costs and sizes of a whole rank's share that a file gives; None where it gives none."""
 
     costs: CostModel | None = None
     sizes: MemoryModel | None = None
     units: Units = Units()  # noqa: RUF009  # frozen
 
-    def under(self, costs: Costs, memory: Memory) -> Share:
+    def overridden_by(self, costs: Costs, memory: Memory) -> RankShare:
         """The share that the options give; the rest is from the file that they name, or from here if they name none."""
-        base = from_file(costs.costs) if costs.costs else self
-        return Share(costs.over(base.costs), memory.over(base.sizes), base.units)
+        base = read_share_file(costs.costs) if costs.costs else self
+        return RankShare(costs.applied_to(base.costs), memory.applied_to(base.sizes), base.units)
 
 
-def remembered(text: str, name: str) -> Given:
+def share_in_text(text: str, name: str) -> PartialShare:
     """The costs and sizes in a schedule's text; most texts have none.
 
     Raises:
@@ -80,35 +80,39 @@ def remembered(text: str, name: str) -> Given:
     """
     if text.lstrip().startswith("{"):
         entries = json.loads(text)
-        return parse(entries[ENTRY], name) if isinstance(entries, dict) and ENTRY in entries else Given()
+        return (
+            parse_share(entries[SHARE_ENTRY], name)
+            if isinstance(entries, dict) and SHARE_ENTRY in entries
+            else PartialShare()
+        )
     found = _LINE.search(text)
-    return parse(_parsed(found[1], name), name) if found else Given()
+    return parse_share(_json_entries(found[1], name), name) if found else PartialShare()
 
 
-def from_file(path: Path) -> Given:
+def read_share_file(path: Path) -> PartialShare:
     """Read `--costs`: JSON of {"costs": {...}, "memory": {...}, "units": {...}}, or a schedule's file that has them.
 
     Raises:
       CommandError: it holds no costs, or they cannot be read.
     """
     text = read_text(str(path))
-    entries = _parsed(text, str(path)) if text.lstrip().startswith("{") else {}
+    entries = _json_entries(text, str(path)) if text.lstrip().startswith("{") else {}
     if {"F", "I", "W"} <= entries.keys():
         costs = {name: entries[name] for name in _COSTS if name in entries}
         entries = {"costs": costs} | {name: entries[name] for name in ("memory", "units") if name in entries}
     given = (
-        parse(entries, str(path))
-        if "costs" in entries and ENTRY not in entries
-        else remembered(text, str(path))
+        parse_share(entries, str(path))
+        if "costs" in entries and SHARE_ENTRY not in entries
+        else share_in_text(text, str(path))
     )
-    if given == Given():
+    if given == PartialShare():
         raise CommandError(
             f'{path}: no costs; give JSON such as {{"costs": {{"F": 1, "I": 1, "W": 1, "FB": 2.25, "send": 0.02}}}}'
         )
     return given
 
 
-def parse(entries: Mapping[str, Any], name: str) -> Given:
+def parse_share(entries: Mapping[str, Any], name: str) -> PartialShare:
     """Read costs and sizes from the entries of a file.
 
     Raises:
@@ -118,21 +122,21 @@ def parse(entries: Mapping[str, Any], name: str) -> Given:
         costs, memory = entries.get("costs"), entries.get("memory")
         if costs is not None:
             extra = {int(stage): tuple(more) for stage, more in costs.get("extra", {}).items()}
-            ends = {stage: tuple(costs[name]) for name, stage in _ENDS.items() if name in costs}
-            own = {name: cost for name, cost in costs.items() if name not in _ENDS}
+            ends = {stage: tuple(costs[name]) for name, stage in _END_STAGES.items() if name in costs}
+            own = {name: cost for name, cost in costs.items() if name not in _END_STAGES}
             costs = CostModel(**(own | {"extra": extra | ends}))
         if memory is not None:
             sizes = {name: size for name, size in memory.items() if name != "extra"}
             memory = MemoryModel(
                 **sizes, extra={int(stage): more for stage, more in memory.get("extra", {}).items()}
             )
-        return Given(costs, memory, Units(**entries.get("units", {})))
+        return PartialShare(costs, memory, Units(**entries.get("units", {})))
     except (TypeError, AttributeError, ValueError) as error:
         told = str(error).replace("__init__() got an unexpected keyword argument", "has no entry")
         raise CommandError(f"{name}: costs that cannot be read: {told}") from None
 
 
-def _parsed(text: str, name: str) -> dict[str, Any]:
+def _json_entries(text: str, name: str) -> dict[str, Any]:
     try:
         entries = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dualpipe_jax.pods.planner import Case, num_stages
 
 
-class Clock:
+class CpuBudget:
     """CPU minutes of this process and of its children that have ended, from now on, and those of each case.
 
     Args:
@@ -21,7 +21,7 @@ class Clock:
         # Of each case the number of its stages, and its minutes.
         self._taken: list[tuple[int, float]] = []
 
-    def lasts(self, case: Case) -> bool:
+    def allows(self, case: Case) -> bool:
         """Whether a case would still end in time, if it takes as long as any so far, or longer if its stages are fewer.
 
         Fewer stages are longer ones, and take longer in proportion.
@@ -31,7 +31,7 @@ class Clock:
         return _minutes() - self._started + longest <= self._limit
 
     @contextlib.contextmanager
-    def runs(self, case: Case) -> Iterator[None]:
+    def recording(self, case: Case) -> Iterator[None]:
         """A context in which a case is compiled: its minutes are recorded."""
         began = _minutes()
         try:
