@@ -7,7 +7,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,17 @@ class Bench:
             raise ValueError(f"{device.device_kind}: nothing is known of it; there are {', '.join(GPUS)}")
         self.gpu = GPUS[generation]
         self._rates = inspect.gpu_rates(generation)
+
+    def device_context(self) -> AbstractContextManager[Any]:
+        """The context in which kernels of Pallas' Triton are lowered.
+
+        Without a GPU, Triton asks the mesh of the context which GPU it compiles for. An engine's step has a mesh of
+        its own, and must not be lowered in this context.
+        """
+        if not self.compiles_only:
+            return nullcontext()
+        mesh = jax.sharding.Mesh(np.array([self.device]), ("device",))
+        return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
     # ------------------------------------------------------------------------------ arrays
 

@@ -93,9 +93,10 @@ def grouped(bench: Bench) -> None:
     y = bench.time(f"{name}: F", product, x, w, sizes, flops=flops)
     dx = bench.time(f"{name}: dx", functools.partial(product, transpose=True), dy, w, sizes, flops=flops)
     dw = bench.time(f"{name}: dw, float32", gradient, x, dy, sizes, flops=flops)
-    bench.time("triton: F", triton.product, x, w, sizes, flops=flops)
-    bench.time("triton: dx", functools.partial(triton.product, transpose=True), dy, w, sizes, flops=flops)
-    bench.time("triton: dw, float32", triton.gradient, x, dy, sizes, flops=flops)
+    with bench.device_context():
+        bench.time("triton: F", triton.product, x, w, sizes, flops=flops)
+        bench.time("triton: dx", functools.partial(triton.product, transpose=True), dy, w, sizes, flops=flops)
+        bench.time("triton: dw, float32", triton.gradient, x, dy, sizes, flops=flops)
     full = flops * float((UNEQUAL // 8).sum()) / rows
     eighth = bench.given(UNEQUAL // 8)
     bench.time(f"{name}: F of a buffer an eighth full", product, x, w, eighth, flops=full)
@@ -237,7 +238,8 @@ def shapes(bench: Bench) -> None:
 
             title = f"{kernel}, {jnp.dtype(dtype).name}: {name}"
             if bench.compiles_only:
-                bench.time(title, both, *given)
+                with bench.device_context():
+                    bench.time(title, both, *given)
                 continue
             found = jax.jit(both)(*given)
             bench.say(title, errors=[error(a, b) for a, b in zip(found, _by_groups(*given), strict=True)])
