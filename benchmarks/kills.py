@@ -63,9 +63,8 @@ def live_and_die(trainer: Trainer, log: Path, chance: random.Random, window: flo
     early = chance.random() < 0.15
     deadline = time.monotonic() + (chance.uniform(0, 15) if early else 600)
     while time.monotonic() < deadline and process.poll() is None:
-        if (
-            max(trainer.lines(), default=0) > before
-        ):  # when it resumes, it removes the lines beyond the checkpoint
+        # When it resumes, it removes the lines beyond the checkpoint.
+        if max(trainer.lines(), default=0) > before:
             break
         before = min(before, max(trainer.lines(), default=0))
         time.sleep(0.05)

@@ -257,9 +257,8 @@ def _splash_kernel(length: int, num_heads: int, interpret: bool) -> Callable[...
         use_fused_bwd_kernel=True,
     )
     mask = splash.MultiHeadMask([splash.CausalMask((length, length))] * num_heads)
-    with (
-        jax.ensure_compile_time_eval()
-    ):  # the kernel is cached between traces, so no trace may own its arrays
+    # The kernel is cached between traces, so no trace may own its arrays.
+    with jax.ensure_compile_time_eval():
         return splash.make_splash_mha(
             mask,
             head_shards=1,

@@ -140,9 +140,8 @@ def walks(bench: Bench) -> None:
             by = functools.partial(mosaic._product_of_many_rows, tiles=tiles, walk=walk)
             bench.time(f"{name}: F", by, x, w, sizes, **facts)
             bench.time(f"{name}: dx", functools.partial(by, transpose=True), dy, w, sizes, **facts)
-            if (
-                stages == mosaic.GRADIENT.stages
-            ):  # its result is wide, so shared memory has no room for more stages
+            # Its result is wide, so shared memory has no room for more stages.
+            if stages == mosaic.GRADIENT.stages:
                 bench.time(
                     f"{name}: dw", functools.partial(_adding, tiles, walk), x, dy, sizes, sums=so_far, **facts
                 )

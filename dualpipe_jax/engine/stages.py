@@ -99,9 +99,8 @@ def to_placed(stages: Tree, placement: Placement) -> PlacedStages:
         stages = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stages)
     number = placement.num_model_stages
     for path, leaf in jax.tree_util.tree_leaves_with_path(stages):
-        if np.shape(leaf)[:1] != (
-            number,
-        ):  # a gather would drop extra stages, and fill missing ones with NaN
+        # A gather would drop extra stages, and fill missing ones with NaN.
+        if np.shape(leaf)[:1] != (number,):
             raise ValueError(
                 f"params['stages']{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its leading dim must be the "
                 f"stage, of which the schedule has {number}: [{number}, ...]."

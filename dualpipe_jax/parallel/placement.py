@@ -94,9 +94,8 @@ def _copy_order(devices: np.ndarray, N: int, size: int, near: bool) -> np.ndarra
         turns[device] = [copy] * copies
         left[copy] -= copies
     for within_node in (True, False):
-        for _ in range(
-            copies
-        ):  # every device takes one turn per round, so that none takes all copies near it
+        # Every device takes one turn per round, so that none takes all copies near it.
+        for _ in range(copies):
             for device in range(N):
                 there = devices // size == device // size if within_node else np.full(copies, True)
                 choice = np.flatnonzero(there & (left > 0))

@@ -236,9 +236,8 @@ def _check_name(name: str, served: Served) -> None:
 
 async def _body(request: Request, limits: HttpLimits) -> bytes:
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if (
-        kind != "application/json"
-    ):  # browsers let pages of other sites send other types without asking the server
+    # Browsers let pages of other sites send other types without asking the server.
+    if kind != "application/json":
         raise Refused(415, f"content-type is {kind or 'missing'}, must be application/json")
     too_much = Refused(
         413, f"the body is larger than the server's limit of {limits.max_bytes} bytes: ask for less at once"

@@ -100,9 +100,8 @@ def choose(
     problem = Problem(num_microbatches, costs or CostModel(), memory or MemoryModel(), memory_limit)
     schedules = tuple(schedules)
     makers = [(recipe.__name__, recipe) for recipe in schedules]
-    if (
-        search_effort
-    ):  # refuse wrong amounts here: ``_candidate`` would take the error of ``search`` for a refusal
+    # Refuse wrong amounts here: ``_candidate`` would take the error of ``search`` for a refusal.
+    if search_effort:
         check_amounts(memory_limit, search_effort, None)
         within = functools.partial(search, costs=costs, memory_limit=memory_limit, memory=memory)
         makers.append(("search", functools.partial(within, schedules=schedules, effort=search_effort)))
