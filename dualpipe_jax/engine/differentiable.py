@@ -1,6 +1,7 @@
 """A pipeline's loss for ``jax.grad``: its forward runs the whole step, its backward scales the step's gradients."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from dualpipe_jax.contract import At, Out, Report, StagedModel, StageFunction, Tree, checked_output
-from dualpipe_jax.engine.trees import as_metric
+from dualpipe_jax.engine.trees import add_to, as_metric, sum_dtype
 from dualpipe_jax.split.leaves import is_floating
 
 
@@ -48,11 +49,18 @@ def differentiable(
         (params, batch, key), gradients = residuals
         of_objective, of_report = cotangents
         scale = jnp.zeros(()) if _is_zero(of_objective) else of_objective
-        gradients = jax.tree.map(lambda g: g * scale.astype(g.dtype), _without_float0(gradients))
+        more = []
         if not all(map(_is_zero, jax.tree.leaves(of_report))):
             of_report = jax.tree.map(lambda c: None if _is_zero(c) else c, of_report)
-            more = _without_float0(gradients_by_report(params, batch, key, of_report))
-            gradients = jax.tree.map(jnp.add, gradients, more)
+            more = [_without_float0(gradients_by_report(params, batch, key, of_report))]
+
+        def scaled(gradient: jax.Array, *more: jax.Array) -> jax.Array:
+            # Not in the gradient's own dtype: as float16 a loss scale of 2^16 is infinite, and one of 1e-9 zero.
+            wide = sum_dtype(gradient.dtype, None)
+            product = gradient.astype(wide) * scale.astype(wide)
+            return functools.reduce(add_to, more, product).astype(gradient.dtype)
+
+        gradients = jax.tree.map(scaled, _without_float0(gradients), *more)
         cast = _cotangents(gradients, {**params, "batch": batch} if input_grads else params)
         by_batch = cast.pop("batch", None)
         return cast, by_batch, None

@@ -94,3 +94,26 @@ def test_a_cotangent_of_the_report_alone():
     assert not np.any(want["head"]) and not np.any(got["head"])
     got.pop("head"), want.pop("head")
     assert_close(got, want)
+
+
+def product_stage(own, shared, x, at):
+    y = (at.batch * own).astype(jnp.float32)
+    return Out(y, {"mean": jnp.mean(y)}, {"sum": jnp.sum(y)})
+
+
+def product_grad(term, dtype, **options):
+    """The gradient of a term of the loss by the one weight, 1, of two microbatches of four 2^-10."""
+    model, params = (
+        StagedModel({"only": product_stage}, ("only",)),
+        {"stages": jnp.ones(1, dtype), "shared": {}},
+    )
+    pipeline = Pipeline(model, one_f_one_b(1, 2), make_mesh(1), **options)
+    batch = jnp.full((2, 4), 2.0**-10, dtype)
+    return quick(jax.grad(lambda p: term(*pipeline.loss(p, batch))))(params)["stages"].astype(jnp.float32)
+
+
+def test_a_loss_scale_that_float16_has_not():
+    """In the parameters' dtype 2^16 is infinite."""
+    np.testing.assert_array_equal(product_grad(lambda loss, _: loss * 2.0**16, jnp.float16), [2.0**6])
+    both = product_grad(lambda loss, report: (loss - report.losses["mean"]) * 2.0**16, jnp.float16)
+    np.testing.assert_array_equal(both, [0.0])
