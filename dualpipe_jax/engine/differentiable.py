@@ -48,7 +48,6 @@ def differentiable(
     def backward(residuals: Any, cotangents: Any) -> Any:
         (params, batch, key), gradients = residuals
         of_objective, of_report = cotangents
-        scale = jnp.zeros(()) if _is_zero(of_objective) else of_objective
         more = []
         if not all(map(_is_zero, jax.tree.leaves(of_report))):
             of_report = jax.tree.map(lambda c: None if _is_zero(c) else c, of_report)
@@ -56,9 +55,10 @@ def differentiable(
 
         def scaled(gradient: jax.Array, *more: jax.Array) -> jax.Array:
             # Not in the gradient's own dtype: as float16 a loss scale of 2^16 is infinite, and one of 1e-9 zero.
-            wide = sum_dtype(gradient.dtype, None)
-            product = gradient.astype(wide) * scale.astype(wide)
-            return functools.reduce(add_to, more, product).astype(gradient.dtype)
+            wide = gradient.astype(sum_dtype(gradient.dtype, None))
+            # A gradient that is not finite stays out where the objective is: zero times infinity is NaN.
+            own = jnp.zeros_like(wide) if _is_zero(of_objective) else wide * of_objective.astype(wide.dtype)
+            return functools.reduce(add_to, more, own).astype(gradient.dtype)
 
         gradients = jax.tree.map(scaled, _without_float0(gradients), *more)
         cast = _cotangents(gradients, {**params, "batch": batch} if input_grads else params)

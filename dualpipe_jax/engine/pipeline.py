@@ -434,8 +434,10 @@ class Pipeline:
             return {**given, "shared": {"given": given.get("shared"), "cotangents": value}}
 
         changes = {name: wrapped(getattr(self, name), None) for name in ("param_specs", "storage_specs")}
-        if isinstance(self.compute_dtype, dict):
-            changes["compute_dtype"] = wrapped(self.compute_dtype, None)
+        if self.compute_dtype is not None:
+            given = self.compute_dtype
+            by_part = given if isinstance(given, dict) else {"stages": given, "shared": given}
+            changes["compute_dtype"] = wrapped(by_part, None)  # cotangents keep their own
         model = with_report_objective(self._model, cotangents, parts)
         other = dataclasses.replace(self, model=model, frozen=wrapped(self.frozen, True), **changes)
         shared = {"given": params["shared"], "cotangents": (cotangents.losses, cotangents.metrics)}

@@ -97,18 +97,18 @@ def test_a_cotangent_of_the_report_alone():
 
 
 def product_stage(own, shared, x, at):
-    y = (at.batch * own).astype(jnp.float32)
+    y = at.batch.astype(jnp.float32) * own.astype(jnp.float32)
     return Out(y, {"mean": jnp.mean(y)}, {"sum": jnp.sum(y)})
 
 
-def product_grad(term, dtype, **options):
-    """The gradient of a term of the loss by the one weight, 1, of two microbatches of four 2^-10."""
+def product_grad(term, dtype, value=2.0**-10, **options):
+    """The gradient of a term of the loss by the one weight, 1, of two microbatches of four equal values."""
     model, params = (
         StagedModel({"only": product_stage}, ("only",)),
         {"stages": jnp.ones(1, dtype), "shared": {}},
     )
     pipeline = Pipeline(model, one_f_one_b(1, 2), make_mesh(1), **options)
-    batch = jnp.full((2, 4), 2.0**-10, dtype)
+    batch = jnp.full((2, 4), value, dtype)
     return quick(jax.grad(lambda p: term(*pipeline.loss(p, batch))))(params)["stages"].astype(jnp.float32)
 
 
@@ -117,3 +117,14 @@ def test_a_loss_scale_that_float16_has_not():
     np.testing.assert_array_equal(product_grad(lambda loss, _: loss * 2.0**16, jnp.float16), [2.0**6])
     both = product_grad(lambda loss, report: (loss - report.losses["mean"]) * 2.0**16, jnp.float16)
     np.testing.assert_array_equal(both, [0.0])
+
+
+def test_cotangents_of_the_report_are_not_cast_to_the_compute_dtype():
+    """In float16 2^-26 is zero; times 2^20, in float32, it is not."""
+    for name, terms in (("losses", 1), ("metrics", 8)):
+
+        def term(loss, report, name=name):
+            return next(iter(getattr(report, name).values())) * 2.0**-26
+
+        got = product_grad(term, jnp.float32, 2.0**20, compute_dtype=jnp.float16)
+        np.testing.assert_array_equal(got, [terms * 2.0**-6])
