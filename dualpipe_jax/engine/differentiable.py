@@ -119,7 +119,7 @@ def _cotangents(gradients: Tree, params: Tree) -> Tree:
     """Gradients in their parameters' dtypes, as cotangents must be; None for integers, zeros for frozen leaves."""
 
     def cotangent(p: Any, g: Any) -> Any:
-        if not is_floating(p):
+        if p is None or not is_floating(p):
             return None
         return jnp.zeros(p.shape, p.dtype) if g is None else g.astype(p.dtype)
 

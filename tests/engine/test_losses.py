@@ -128,3 +128,21 @@ def test_cotangents_of_the_report_are_not_cast_to_the_compute_dtype():
 
         got = product_grad(term, jnp.float32, 2.0**20, compute_dtype=jnp.float16)
         np.testing.assert_array_equal(got, [terms * 2.0**-6])
+
+
+def test_places_without_a_leaf_stay_without_one():
+    """None in params, such as the bias of a layer that has none, and in a batch."""
+
+    def stage(own, shared, x, at):
+        y = at.batch["x"] * own["w"]
+        return Out(y, {"mean": jnp.mean(y)})
+
+    pipeline = Pipeline(
+        StagedModel({"only": stage}, ("only",)), one_f_one_b(1, 2), make_mesh(1), input_grads=True
+    )
+    params = {"stages": {"w": jnp.full(1, 3.0), "b": None}, "shared": None}
+    of = quick(jax.grad(lambda p, b: pipeline.loss(p, b)[0], argnums=(0, 1)))
+    grads, by_batch = of(params, {"x": jnp.full((2, 4), 2.0), "mask": None})
+    assert grads == {"stages": {"w": jnp.full(1, 2.0), "b": None}, "shared": None}
+    assert by_batch["mask"] is None
+    np.testing.assert_array_equal(by_batch["x"], np.full((2, 4), 3 / 8, np.float32))
