@@ -12,7 +12,7 @@ from dualpipe_jax.arguments import UnfitError
 from dualpipe_jax.contract import At, Out, StagedModel, StageFunction, Tree, checked_output
 from dualpipe_jax.engine.stages import PlacedStages, is_listed
 from dualpipe_jax.engine.storage import LeafSharding, axes_by_dim
-from dualpipe_jax.engine.trees import types_in_words
+from dualpipe_jax.engine.trees import types_in_words, types_of
 from dualpipe_jax.parallel import EP, PP
 from dualpipe_jax.parallel.mesh import AXES, BATCH_AXES, NODE
 from dualpipe_jax.schedule import Schedule
@@ -274,7 +274,7 @@ def check_kinds(model: StagedModel, own: Tree, shared: Tree, x: Tree, at: At, *,
     stage returns a loss.
     """
     losses: set[str] = set()
-    metrics: dict[str, tuple[str, Any]] = {}
+    metrics: dict[str, tuple[str, Tree]] = {}
     last = model.num_stages - 1
     for stage, name in enumerate(model.kind_of):
         if stage not in (0, last) and model.kind_of.index(name) not in (0, stage):
@@ -286,17 +286,17 @@ def check_kinds(model: StagedModel, own: Tree, shared: Tree, x: Tree, at: At, *,
         jaxpr, out = traced(own, shared, given, at)
         out = Out(*out)
         losses |= set(out.losses)
-        if stage < last and types_in_words(out.x) != types_in_words(x):
+        if stage < last and types_of(out.x) != types_of(x):
             raise TypeError(
                 f"{_stage_of_kind(name)} must return what the next stage takes: the first stage returned x "
                 f"{types_in_words(x)}, this one {types_in_words(out.x)}; shapes and dtypes must be equal."
             )
         for metric, value in out.metrics.items():
-            other, shapes = metrics.setdefault(metric, (name, types_in_words(value)))
-            if shapes != types_in_words(value):
+            other, first = metrics.setdefault(metric, (name, value))
+            if types_of(first) != types_of(value):
                 raise TypeError(
-                    f"metrics[{metric!r}] is {shapes} in stages of kind {other!r} and {types_in_words(value)} in those "
-                    f"of kind {name!r}: what is summed under one name must be alike."
+                    f"metrics[{metric!r}] is {types_in_words(first)} in stages of kind {other!r} and "
+                    f"{types_in_words(value)} in those of kind {name!r}: what is summed under one name must be alike."
                 )
         _check_collectives(_stage_of_kind(name), collectives(jaxpr.jaxpr.eqns))
     if trains and not losses:

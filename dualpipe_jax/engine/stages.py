@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.contract import Tree
-from dualpipe_jax.engine.trees import types_in_words
+from dualpipe_jax.engine.trees import types_in_words, types_of
 from dualpipe_jax.parallel import PP
 from dualpipe_jax.parallel.p2p import send
 from dualpipe_jax.schedule.ir import Placement, Schedule
@@ -130,7 +130,7 @@ def is_listed(stages: Tree, num_stages: int) -> bool:
     """
     if not isinstance(stages, list):
         return False
-    types = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), tree) for tree in stages]
+    types = [types_of(tree) for tree in stages]
     leaves = jax.tree.leaves(stages)
     if not leaves:
         return len(stages) == num_stages

@@ -43,6 +43,15 @@ def _impl(kind: Any) -> Any:
     return found[0]
 
 
+def types_of(tree: Tree) -> tuple[Any, list[tuple[tuple[int, ...], Any]]]:
+    """The tree's structure, and the shape and dtype of each leaf, to be compared with those of another tree.
+
+    A tree of types cannot be compared itself: two objects of a class that defines no equality are never equal.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
 def types_in_words(tree: Tree) -> str:
     """Shapes and dtypes as text; a bare array without its tree."""
     return str(jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)).replace("'", "")

@@ -422,3 +422,35 @@ def test_a_rank_may_know_its_number():
         lambda out, at: out._replace(x=out.x + jax.lax.psum(jax.lax.axis_index("pp").astype(float), "ep"))
     )
     jax.eval_shape(pipeline(fine).value_and_grad, *arguments())
+
+
+@jax.tree_util.register_pytree_node_class
+class Held:
+    """A tree of a class that defines no equality and no text."""
+
+    def __init__(self, w):
+        self.w = w
+
+    def tree_flatten(self):
+        return (self.w,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+def held_stage(own, shared, x, at):
+    out = stage({"w": own.w}, shared, None if x is None else x.w, at)
+    return Out(Held(out.x), out.losses, {"sum": Held(out.metrics["sum"])})
+
+
+def test_trees_of_ones_own_classes_are_compared_by_what_they_hold():
+    """As stages, as x and as metrics; by their text the same types were different."""
+    params, batch = arguments()
+    model = StagedModel({"first": held_stage, "last": lambda *seen: held_stage(*seen)}, ("first", "last"))
+    step = Pipeline(model, one_f_one_b(2, MICROBATCHES), make_mesh(2, 1))
+    listed = params | {"stages": [Held(w) for w in params["stages"]["w"]]}
+    (_, report), got = step.value_and_grad(listed, batch)
+    want = jax.grad(plain_loss)(params, batch)["stages"]["w"]
+    np.testing.assert_allclose([tree.w for tree in got["stages"]], want, rtol=2e-6)
+    assert report.metrics["sum"].w.shape == ()
