@@ -276,17 +276,16 @@ def check_kinds(model: StagedModel, own: Tree, shared: Tree, x: Tree, at: At, *,
     losses: set[str] = set()
     metrics: dict[str, tuple[str, Tree]] = {}
     last = model.num_stages - 1
-    for stage, name in enumerate(model.kind_of):
-        if stage not in (0, last) and model.kind_of.index(name) not in (0, stage):
-            continue  # the kind was checked at an earlier stage
-        given = None if stage == 0 else x
+    ends = [(name, stage == 0, stage == last) for stage, name in enumerate(model.kind_of)]
+    for name, is_first, is_last in dict.fromkeys(ends):  # each kind once inside the model
+        given = None if is_first else x
         traced = jax.make_jaxpr(
             lambda *a, name=name: tuple(call_stage(name, model.kinds[name], *a)), return_shape=True
         )
         jaxpr, out = traced(own, shared, given, at)
         out = Out(*out)
         losses |= set(out.losses)
-        if stage < last and types_of(out.x) != types_of(x):
+        if not is_last and types_of(out.x) != types_of(x):
             raise TypeError(
                 f"{_stage_of_kind(name)} must return what the next stage takes: the first stage returned x "
                 f"{types_in_words(x)}, this one {types_in_words(out.x)}; shapes and dtypes must be equal."

@@ -454,3 +454,20 @@ def test_trees_of_ones_own_classes_are_compared_by_what_they_hold():
     want = jax.grad(plain_loss)(params, batch)["stages"]["w"]
     np.testing.assert_allclose([tree.w for tree in got["stages"]], want, rtol=2e-6)
     assert report.metrics["sum"].w.shape == ()
+
+
+def test_a_kind_of_all_stages_is_traced_as_often_for_many_stages_as_for_few():
+    traced = []
+
+    def counted(own, shared, x, at):
+        traced.append(1)
+        return stage(own, shared, x, at)
+
+    def traces(num_stages):
+        params, batch = arguments(num_stages)
+        schedule = interleaved_1f1b(2, MICROBATCHES, num_stages // 2)
+        traced.clear()
+        pipeline(counted, num_stages, schedule).state(params, batch)
+        return len(traced)
+
+    assert traces(8) == traces(6)
