@@ -277,17 +277,16 @@ class Pipeline:
         >>> pipeline.unplace(placed)["stages"].tolist()
         [1.0, 2.0]
         """
-        return jax.jit(self.placed, out_shardings=self.shardings(params))(
-            jax.tree.map(self._reachable, params)
-        )
+        # JAX finds the compiled program of an earlier call by the function: a new one would be compiled anew.
+        place = jax.jit(self._placed, out_shardings=self.shardings(params))
+        return place(jax.tree.map(self._reachable, params))
 
     def unplace(self, params: Tree) -> Tree:
         """The inverse of ``place``, for gradients too: leaves [num_stages, ...] in model order.
 
         Raises ValueError for params that were not placed, or were placed for another schedule.
         """
-        placement = self.schedule.placement
-        return jax.jit(lambda p: p | {"stages": from_placed(p["stages"], placement)})(params)
+        return self._unplace(params)
 
     # ------------------------------------------------------------- what is trained
 
@@ -321,6 +320,15 @@ class Pipeline:
         return CostModel(FB=2.0) if self._fuses else CostModel()
 
     # ------------------------------------------------------------------ internals
+
+    @functools.cached_property
+    def _placed(self) -> Callable[[Tree], Tree]:
+        return self.placed
+
+    @functools.cached_property
+    def _unplace(self) -> Callable[[Tree], Tree]:
+        placement = self.schedule.placement
+        return jax.jit(lambda params: params | {"stages": from_placed(params["stages"], placement)})
 
     @functools.cached_property
     def _model(self) -> StagedModel:

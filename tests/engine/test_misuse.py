@@ -471,3 +471,15 @@ def test_a_kind_of_all_stages_is_traced_as_often_for_many_stages_as_for_few():
         return len(traced)
 
     assert traces(8) == traces(6)
+
+
+def test_placing_is_compiled_once(caplog):
+    """Also the way back; each call made a new program of every leaf, which takes seconds for a large model."""
+    step = pipeline(num_stages=4, schedule=zb_v(2, MICROBATCHES))
+    params = jax.device_get(arguments(num_stages=4)[0])
+    step.unplace(step.place(params))
+    more = jax.tree.map(lambda leaf: leaf + 1, params)
+    with jax.log_compiles():
+        again = step.unplace(step.place(more))
+    assert not [line for line in caplog.messages if "Compiling" in line]
+    np.testing.assert_array_equal(again["stages"]["w"], more["stages"]["w"])
