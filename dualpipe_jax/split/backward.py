@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
+from jax.extend import core as jex
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.split.leaves import flags, is_floating
@@ -108,12 +109,13 @@ def split_backward(
 
 
 def _type_key(leaf: Any) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.shape, leaf.dtype, leaf.weak_type
-    return jax.typeof(leaf)
+    # A ShapeDtypeStruct compares what jax.typeof does, also the mesh axes over which its array varies.
+    return leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
 
 
 def _settings() -> tuple[Any, ...]:
-    """The JAX settings that change a trace in addition to its arguments."""
+    """The JAX settings that change a trace in addition to its arguments, and the sizes of ``jax.vmap``'s named axes."""
     names = "jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion"
-    return tuple(getattr(jax.config, name) for name in names)
+    # A mesh has its sizes in its own key; those of other named axes become constants of the traced function.
+    axes = ((name, jax.lax.axis_size(name)) for name in jex.unsafe_get_axis_names_DO_NOT_USE())
+    return *(getattr(jax.config, name) for name in names), *axes

@@ -259,6 +259,14 @@ def test_plan_is_traced_once_per_type_and_computes_nothing():
     assert len(calls) == 2
 
 
+def test_a_plan_is_of_one_size_of_a_named_axis():
+    split = split_backward(lambda w, x: jax.lax.psum(x @ w, "batch") / jax.lax.axis_size("batch"))
+    for size in (2, 4):
+        xs, w = np.stack([k * X for k in range(size)]), np.eye(WIDTH, dtype=np.float32)
+        y, _ = jax.vmap(lambda x, w=w: split.forward(w, x), axis_name="batch")(xs)
+        np.testing.assert_allclose(y, np.broadcast_to(xs.mean(0), xs.shape), rtol=1e-5)
+
+
 def test_captured_tracers_are_not_kept():
     def outer(scale):
         split = split_backward(lambda w, x: scale * (x @ w))

@@ -114,6 +114,19 @@ def test_replicated_parameters_are_summed_in_the_input_part():
     assert applied(plan, "input")["psum_invariant"] == 1
 
 
+def test_types_that_vary_over_other_axes_have_a_plan_of_their_own():
+    split = split_backward(lambda w, x: jnp.sin(x @ w))
+    w, found = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32), []
+
+    def inside(x):
+        alike, varying = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.eval_shape(lambda x: x, x)
+        found.extend(split.trace(w, kind).collectives("backward") for kind in (alike, varying))
+        return x
+
+    jax.jit(jax.shard_map(inside, mesh=MESH, in_specs=P("ep"), out_specs=P("ep"))).lower(X)
+    assert found == [{}, {"psum_invariant": {"ep"}}]
+
+
 def test_plan_of_a_shard_map_inside():
     """A shard_map in the stage is atomic."""
 
