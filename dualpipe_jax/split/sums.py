@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from dualpipe_jax.gradient_sum import GRADIENT_SUM
-from dualpipe_jax.split.graph import Atom, Equation, Node, Value, definitions, values
+from dualpipe_jax.split.graph import Atom, Equation, Node, Value, definitions, must_be_early, values
 from dualpipe_jax.split.slices import prune
 
 
@@ -20,7 +20,7 @@ def accumulate_in_kernels(
       gradients: the gradients of the parameters. If a sum is returned for one, the same atom is then the new sum
         instead of the gradient.
       dtypes: the dtype of each gradient's sum; None for a gradient without a sum.
-      read: all other values that are wanted of the nodes.
+      read: all other values that are wanted of the nodes. A kernel that these need keeps its zeros.
 
     Returns:
       The new nodes, and for each gradient the value of its sum so far, an input of the nodes; None for the others.
@@ -30,6 +30,8 @@ def accumulate_in_kernels(
     nodes, _ = prune(nodes, wanted)
     uses = Counter(values([*wanted, *(atom for node in nodes for atom in node.inputs)]))
     made_by = definitions(nodes)
+    # Only the part for the weights gets the sums: not a kernel that makes dx too, nor one that communicates.
+    early = set(prune(nodes, read, keep=must_be_early)[0])
     adding: dict[Node, Equation] = {}
 
     def find_addition(made: Atom) -> tuple[Equation, int] | None:
@@ -52,7 +54,11 @@ def accumulate_in_kernels(
             return None
         kernel, marked = place
         zeros = kernel.inputs[marked].kind
-        if kernel in adding or (zeros.shape, zeros.dtype) != (gradient.shape, gradient.dtype):
+        if (
+            kernel in adding
+            or kernel in early
+            or (zeros.shape, zeros.dtype) != (gradient.shape, gradient.dtype)
+        ):
             return None
         total = gradient.like()
         inputs = [total if k == marked else given for k, given in enumerate(kernel.inputs)]

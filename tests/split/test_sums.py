@@ -94,7 +94,7 @@ def test_what_only_adds_hands_the_sum_on(rule, times):
 
 
 def test_no_sum_is_handed_on_through_what_does_more_than_add():
-    """What turns a sum's sign, and what reads it half-way."""
+    """What turns a sum's sign, what reads it half-way, and what makes dx as well."""
 
     def negative(saved, dy):
         x, w = saved
@@ -105,7 +105,18 @@ def test_no_sum_is_handed_on_through_what_does_more_than_add():
         half = gradient_sum(w.shape, varying_like=x).at[:, :3].add(x.T @ dy[:, :3])
         return dy @ w.T + half.sum(), half.at[:, 3:].add(x.T @ dy[:, 3:])
 
-    for rule in (negative, read_twice):
+    def with_dx(saved, dy):
+        """One kernel makes both, so it is I's, which has no sums."""
+        x, w = saved
+
+        def step(carry):
+            done, dx, dw = carry
+            return done + 1, dx + dy @ w.T, dw + x.T @ dy
+
+        zeros = jnp.zeros_like(x), gradient_sum(w.shape, varying_like=x)
+        return jax.lax.while_loop(lambda carry: carry[0] < 1, step, (0, *zeros))[1:]
+
+    for rule in (negative, read_twice, with_dx):
         function = jax.custom_vjp(lambda x, w: x @ w)
         function.defvjp(lambda x, w: (x @ w, (x, w)), rule)
         plan, (_, gradients, _) = parts(function, W, [jnp.float32])
