@@ -18,6 +18,7 @@ from dualpipe_jax.split.graph import (
     Scan,
     ScanOutput,
     Value,
+    definitions,
     is_cheap,
     must_be_early,
     values,
@@ -50,10 +51,11 @@ def split_equations(
     """
     free = derived(nodes, given, is_cheap)
     live = set(values(early_wanted))
+    late_only = _late_only(nodes, live, free, late_inputs, movable)
     early: list[Node] = []
     late: list[Node] = []
     for node in reversed(nodes):
-        first, second = _split_node(node, live, free, movable)
+        first, second = _split_node(node, live, free, late_only, movable)
         if first is not None:
             early.append(first)
             live.update(values(first.inputs))
@@ -66,21 +68,41 @@ def split_equations(
     )
 
 
+def _late_only(
+    nodes: Sequence[Node],
+    early_wanted: Iterable[Value],
+    free: Collection[Value],
+    late_inputs: Collection[Value],
+    movable: Movable,
+) -> set[Value]:
+    """Return the values that the early part cannot have, whatever moves there: no body may read them early."""
+    made_early = definitions(prune(nodes, early_wanted, must_be_early)[0])
+    found = set(late_inputs)
+    for node in nodes:
+        if not movable(node) or found.intersection(values(node.inputs)):
+            found.update(v for v in node.outputs if v not in made_early and v not in free)
+    return found
+
+
 def _split_node(
-    node: Node, live: Collection[Value], free: Collection[Value], movable: Movable
+    node: Node,
+    live: Collection[Value],
+    free: Collection[Value],
+    late_only: Collection[Value],
+    movable: Movable,
 ) -> tuple[Node | None, Node | None]:
     if isinstance(node, Scan):
         first = trim_scan(node, live, must_be_early)
-        return (None, node) if first is None else _split_scan(node, first, free, movable)
+        return (None, node) if first is None else _split_scan(node, first, free, late_only, movable)
     if isinstance(node, Cond):
         choice = trim_cond(node, live, must_be_early)
-        return (None, node) if choice is None else _split_cond(node, choice, free, movable)
+        return (None, node) if choice is None else _split_cond(node, choice, free, late_only, movable)
     is_early = must_be_early(node) or any(output in live for output in node.outputs)
     return (node, None) if is_early else (None, node)
 
 
 def _split_scan(
-    scan: Scan, trimmed: Scan, free: Collection[Value], movable: Movable
+    scan: Scan, trimmed: Scan, free: Collection[Value], late_only: Collection[Value], movable: Movable
 ) -> tuple[Scan, Scan | None]:
     """Split a scan: the carries and ys of ``trimmed`` are computed early, and the others late."""
     ends, ys = {c.end for c in trimmed.carry}, {y.outer for y in trimmed.ys}
@@ -91,7 +113,8 @@ def _split_scan(
         trimmed.updates,
         [*(c.update for c in late_carry), *(y.inner for y in late_ys)],
         inner_known((*scan.consts, *scan.xs), free),
-        late_inputs={c.inner for c in late_carry},
+        late_inputs={c.inner for c in late_carry}
+        | {b.inner for b in (*scan.consts, *scan.xs) if b.outer in late_only},
         weight=scan_weight(scan),
         movable=movable,
     )
@@ -125,14 +148,19 @@ def _by_inner(bindings: Iterable[Binding]) -> dict[Value, Binding]:
 
 
 def _split_cond(
-    cond: Cond, trimmed: Cond, free: Collection[Value], movable: Movable
+    cond: Cond, trimmed: Cond, free: Collection[Value], late_only: Collection[Value], movable: Movable
 ) -> tuple[Cond, Cond | None]:
     early_places = [place for place, output in enumerate(cond.outputs) if output in trimmed.outputs]
     late_places = [place for place in range(len(cond.outputs)) if place not in early_places]
     first, second = cond.with_outputs(early_places), cond.with_outputs(late_places)
     parts = [
         split_equations(
-            branch.equations, own.outputs, rest.outputs, branch_known(cond, branch, free), movable=movable
+            branch.equations,
+            own.outputs,
+            rest.outputs,
+            branch_known(cond, branch, free),
+            late_inputs={v for v, o in zip(branch.inputs, cond.operands, strict=True) if o in late_only},
+            movable=movable,
         )
         for branch, own, rest in zip(cond.branches, first.branches, second.branches, strict=True)
     ]

@@ -354,6 +354,43 @@ def test_scatter_add_belongs_to_the_weights():
     assert applied(plan, "input")["scatter-add"] == 0
 
 
+def of_rule(rule):
+    """A matrix product with a backward of the user's own: ``rule(x, w, dy) -> (dx, dw)``."""
+    product = jax.custom_vjp(lambda x, w: x @ w)
+    product.defvjp(lambda x, w: (x @ w, (x, w)), lambda saved, dy: rule(*saved, dy))
+    return lambda w, x: product(x, w)
+
+
+def both_in_one_cond(x, w, dy):
+    dx, dw = dy @ w.T, x.T @ dy
+    doubled = lambda dx, dw: (2 * dx, jnp.broadcast_to(dw.sum(0), dw.shape))  # noqa: E731
+    return lax.cond(dx.sum() > 9, doubled, lambda dx, dw: (dx, 3 * dw), dx, dw)
+
+
+def both_summed_in_one_cond(x, w, dy):
+    def step(carry, row):
+        x, dy = row
+        add = lambda dx, dw: (dx + dy @ w.T, dw + x[:, None] * dy)  # noqa: E731
+        carry = lax.cond(dy.sum() > 0, add, lambda dx, dw: (-dx, 2 * dw), *carry)
+        return carry, carry[0]
+
+    (_, dw), dx = lax.scan(step, (0 * x[0], 0 * w), (x, dy))
+    return dx, dw
+
+
+def both_in_one_scan(x, w, dy):
+    dx, sums = lax.scan(lambda dx, row: (-dx, row.sum()), dy @ w.T, x.T @ dy)
+    return dx, jnp.broadcast_to(sums, w.shape)
+
+
+@pytest.mark.parametrize("rule", [both_in_one_cond, both_in_one_scan, both_summed_in_one_cond])
+def test_what_holds_both_gradients_takes_no_weight_gradient_into_the_input_part(rule):
+    """What it does to dw is cheap enough to move, but what that reads is W's."""
+    plan = check_split(of_rule(rule), normal(1, WIDTH, WIDTH), X)
+    if rule is not both_summed_in_one_cond:
+        assert plan.flops.input == plan.flops.weight == 2 * BATCH * WIDTH * WIDTH
+
+
 def test_dx_needs_no_weight_gradient():
     """I spends the FLOPs of dx alone."""
     for f, params in ((block, block_params()), (scanned(block), LAYERS)):
