@@ -4,8 +4,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-import numpy as np
-
+from dualpipe_jax.convolution import num_window_hits
 from dualpipe_jax.inspect.hlo import Computation, Instruction, Module
 
 _CONTRACTED = re.compile(r"lhs_contracting_dim(?:ension)?s\"?[=:]\s*[\[{]([^\]}]*)[\]}]")
@@ -62,20 +61,19 @@ def _convolution_flops(computation: Computation, instruction: Instruction) -> in
     window = _WINDOW.search(instruction.attributes)
     fields = dict(part.split("=") for part in window[1].split()) if window else {}
     for dim in filter(str.isdigit, of_left):
-        products *= _num_window_hits(of_left[dim], of_kernel[dim], made[dim], int(dim), fields)
+        products *= _window_hits(of_left[dim], of_kernel[dim], made[dim], int(dim), fields)
     return 2 * products
 
 
-def _num_window_hits(size: int, window: int, made: int, dim: int, fields: Mapping[str, str]) -> int:
-    """Return the number of pairs of an output and a window position, along one dim, that read an input element."""
+def _window_hits(size: int, window: int, made: int, dim: int, fields: Mapping[str, str]) -> int:
+    """Return ``num_window_hits`` along one dim, from the fields of the instruction's ``window``."""
 
     def of(name: str, default: str) -> str:
         return fields[name].split("x")[dim] if name in fields else default
 
     stride, spread, apart = (int(of(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
     before = int(of("pad", "0_0").partition("_")[0])
-    places = (np.arange(made)[:, None] * stride - before) + np.arange(window)[None] * apart
-    return int(((places >= 0) & (places <= (size - 1) * spread) & (places % spread == 0)).sum())
+    return num_window_hits(size, window, made, stride, before, spread, apart)
 
 
 def _attention_flops(computation: Computation, instruction: Instruction) -> int:

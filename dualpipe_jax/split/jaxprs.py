@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
+from dualpipe_jax.convolution import num_window_hits
 from dualpipe_jax.split.graph import (
     CHEAP,
     Atom,
@@ -134,7 +135,7 @@ class Reader:
                 collectives=collectives([eqn]),
                 effectful=any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects),
                 pinned=self._pinned,
-                flops=sum(map(_flops, _walk(eqn))),
+                flops=_flops(eqn),
             )
         )
         if key is not None:
@@ -296,6 +297,14 @@ def collectives(eqns: Iterable[Any]) -> dict[str, frozenset[str]]:
 
 
 def _flops(eqn: Any) -> int:
+    """Return the FLOPs of an equation and all inside it: a scan's body as often as it runs, a while loop's once."""
+    if eqn.primitive.name in _KERNELS:
+        return _own_flops(eqn)
+    inside = sum(map(_flops, _inner_equations(eqn.params)))
+    return _own_flops(eqn) + inside * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+
+
+def _own_flops(eqn: Any) -> int:
     """Return the FLOPs of a matmul or convolution (two per multiplication) or a Pallas kernel's estimate, else 0."""
     name = eqn.primitive.name
     if name in _KERNELS:
@@ -307,9 +316,28 @@ def _flops(eqn: Any) -> int:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return 2 * math.prod(out) * math.prod(lhs[dim] for dim in contracted)
     if name == "conv_general_dilated":
-        out_features = rhs[eqn.params["dimension_numbers"].rhs_spec[0]]
-        return 2 * math.prod(out) * math.prod(rhs) // max(out_features, 1)
+        return _convolution_flops(eqn, lhs, rhs, out)
     return _ragged_flops(eqn, lhs, out)
+
+
+def _convolution_flops(eqn: Any, lhs: Sequence[int], rhs: Sequence[int], out: Sequence[int]) -> int:
+    """Return the FLOPs of a convolution, without those that padding or dilation multiply by zero, as XLA does."""
+    params = eqn.params
+    of_left, of_kernel, made = params["dimension_numbers"]
+    sizes = (
+        [shape[dim] for dim in dims[2:]] for shape, dims in ((lhs, of_left), (rhs, of_kernel), (out, made))
+    )
+    before = [low for low, _ in params["padding"]]
+    windows = zip(
+        *sizes, params["window_strides"], before, params["lhs_dilation"], params["rhs_dilation"], strict=True
+    )
+    return (
+        2
+        * out[made[0]]
+        * out[made[1]]
+        * rhs[of_kernel[1]]
+        * math.prod(itertools.starmap(num_window_hits, windows))
+    )
 
 
 def _ragged_flops(eqn: Any, lhs: Sequence[int], out: Sequence[int]) -> int:

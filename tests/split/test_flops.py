@@ -91,3 +91,30 @@ def test_the_count_by_hand():
     forward, backward = flops_of_vjp(mlp, block_params(), X)
     assert forward == 2 * 2 * BATCH * WIDTH * 32 and backward == 2 * forward
     assert flops_of_vjp(scanned(mlp), LAYERS, X) == (3 * forward, 3 * backward)
+
+
+def test_scans_inside_a_shard_map_count_as_often_as_they_run():
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    inner = jax.shard_map(scanned(mlp), mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+    plain, wrapped = (split_backward(f).trace(LAYERS, X).flops for f in (scanned(mlp), inner))
+    assert (wrapped.forward, wrapped.backward) == (plain.forward, plain.backward)
+
+
+@pytest.mark.parametrize("stride, groups", [(1, 1), (3, 1), (2, 2)])
+def test_each_gradient_of_a_convolution_spends_what_its_forward_does(stride, groups):
+    """A strided one's dx is a convolution of dy with gaps, which are not multiplied; XLA counts the same."""
+
+    def f(kernel, x):
+        numbers, strides = ("NHWC", "HWIO", "NHWC"), (stride, stride)
+        return lax.conv_general_dilated(
+            x, kernel, strides, "VALID", dimension_numbers=numbers, feature_group_count=groups
+        )
+
+    kernel, x = normal(1, 3, 3, 4 // groups, 6), normal(2, 2, 9, 9, 4)
+    outputs = f(kernel, x).size
+    flops = split_backward(f).trace(kernel, x).flops
+    assert flops == (2 * outputs * 9 * 4 // groups, 2 * flops.forward, flops.forward, flops.forward)
+    if groups == 1:
+        dx = jax.jit(lambda kernel, x, dy: jax.vjp(lambda x: f(kernel, x), x)[1](dy))
+        cost = dx.lower(kernel, x, f(kernel, x)).compile().cost_analysis()
+        assert cost["flops"] == flops.input
