@@ -139,20 +139,13 @@ def make_tasks(works: Sequence[Work], links: Mapping[str, float] | None = None) 
             before = {makers[value] for value in reads if value in makers}
             after = work.after if isinstance(work, ExtraWork) else ()
             task = Task(nodes, reads, before, {user for act in after for user in users.get(act, ())})
-            task.slowdown = max(
-                (times for axis, times in (links or {}).items() if axis in _axes(work)), default=1.0
-            )
+            axes = frozenset[str]().union(*getattr(work, "collectives", {}).values())
+            task.slowdown = max((times for axis, times in (links or {}).items() if axis in axes), default=1.0)
             makers |= dict.fromkeys(work.outputs, task)
             for node in nodes[:-1]:
                 users.setdefault(node, set()).add(task)
             tasks.append(task)
     return tasks
-
-
-def _axes(work: Work) -> tuple[str, ...]:
-    params = work.params if isinstance(work, Equation) and work.communicates else {}
-    axes = params.get("axis_name", ())
-    return (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def lazy_before(work: Work, made_by: Mapping[Value, Work]) -> list[Work]:
@@ -294,7 +287,8 @@ class _Planner:
             there = (task for task in self.left if task.first <= j)
             nodes.update(node for task in (*there, *following) for node in task.nodes)
             payload += collective.payload
-            least = min(least, (load + sum(self.costs[node] for node in nodes - self.paid)) / payload)
+            work = load + sum(self.costs[node] for node in nodes - self.paid)
+            least = min(least, work / max(payload, 1.0))  # an array without elements sends nothing
         return least * collectives[k - 1].payload
 
     def ready(self, k: int, phase: Phase) -> Iterator[Task]:

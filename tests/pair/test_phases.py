@@ -1,13 +1,16 @@
 """Which work is done beside which collective: dependencies, deadlines, shares."""
 
 import collections
+import dataclasses
 import itertools
 import types
 
+import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 from scipy.optimize import linprog
 
 from dualpipe_jax.pair.phases import (
@@ -177,9 +180,8 @@ def test_beside_a_slow_axis_lies_as_much_more_work():
     """Three exchanges of as many bytes, the second one's over links nine times as slow: 1, 9 and 1 parts of 11."""
 
     def beside(links):
-        sent = [exchange() for _ in range(3)]
-        for equation, axis in zip(sent, ("near", ("far",), "near"), strict=True):
-            equation.params["axis_name"] = axis
+        axes = ({"near"}, {"near", "far"}, {"near"})
+        sent = [dataclasses.replace(exchange(), collectives={"all_to_all": frozenset(a)}) for a in axes]
         tasks = make_tasks([*(act() for _ in range(44)), *sent], links)
         of = {task.main: task for task in tasks}
         costs = {task.main: getattr(task.main, "cost", 0.0) for task in tasks}
@@ -187,6 +189,29 @@ def test_beside_a_slow_axis_lies_as_much_more_work():
 
     assert beside({"far": 9.0}) == [4, 36]
     assert beside({"other": 9.0}) == beside(None) == [15, 15]
+
+
+@pytest.mark.parametrize(
+    "exchanged", [lax.psum, lax.all_gather, lambda x, axis: lax.ppermute(x, axis, [(0, 1)])]
+)
+def test_a_collective_of_any_kind_is_as_slow_as_its_axis(exchanged):
+    slowdowns = []
+
+    def inside(x):
+        program, _ = trace_program(lambda x: exchanged(x, "far"), x)
+        slowdowns.extend(t.slowdown for t in make_tasks(program.equations, {"far": 9.0}) if t.communicates)
+        return x
+
+    jax.vmap(inside, axis_name="far")(jnp.ones((2, 3)))
+    assert slowdowns == [9.0]
+
+
+def test_a_collective_of_no_elements_needs_nothing_beside_it():
+    empty = dataclasses.replace(exchange(), outputs=(Value((0, 4), jnp.dtype("int8")),))
+    full, others = exchange(), [act() for _ in range(4)]
+    for sent in ([empty, full], [full, empty]):
+        beside = dict(zip(sent, planned([*sent, *others], sent)[1:], strict=True))
+        assert beside[empty] == ([], [])
 
 
 def test_hops_between_which_nothing_is_multiplied_are_one_turn():
