@@ -49,7 +49,7 @@ class Pair(NamedTuple):
       issued: the instruction that names the collective: its start, or the single instruction of a synchronous one.
       start: position in its computation at which it begins to run; the update's position for SparseCore calls.
       done: position at which the core waits for it; the computation's length if another computation waits.
-      payload: bytes that a device sends or receives, whichever is more.
+      payload: bytes that a device sends or receives, whichever is more; for a ragged exchange, those of whole arrays.
       groups: numbers of the devices of each group; for permutes, pairs of a source and a target. None if the text does
         not say.
     """
@@ -77,7 +77,7 @@ def collectives(module: Module, computation: Computation) -> list[Pair]:
         if kind is None or phase not in ("start", "whole"):
             continue
         update, done = dones.get(instruction.name, (None, len(computation.instructions)))
-        payload = _payload(computation, instruction, done if phase == "start" else k)
+        payload = _payload(kind, computation, instruction, done if phase == "start" else k)
         start = k
         if phase == "whole" or _IS_SYNC.search(instruction.config):
             form, done = "sync", k
@@ -141,12 +141,14 @@ def _operand_source(computation: Computation, instruction: Instruction) -> Instr
     return source
 
 
-def _payload(computation: Computation, issued: Instruction, done: int) -> int:
+def _payload(kind: str, computation: Computation, issued: Instruction, done: int) -> int:
     """Return the larger of input and output bytes; the state of an asynchronous start counts as neither."""
     got = computation.instructions[done].nbytes if done < len(computation.instructions) else 0
     if issued.opcode == "fusion":
         return got  # A fusion may read more than its collective does.
-    return max(got, sum(operand.nbytes for operand in computation.operands(issued)))
+    # A ragged exchange also reads the array that it writes into, and where each part begins and ends.
+    sent = computation.operands(issued)[: 1 if kind == "ragged-all-to-all" else None]
+    return max(got, sum(operand.nbytes for operand in sent))
 
 
 def _groups(module: Module, issued: Instruction) -> tuple[tuple[int, ...], ...] | None:

@@ -203,6 +203,15 @@ def test_wrapped_collectives(opcode):
         assert found.form == "async" and found.cycles_between == 400
 
 
+def test_a_ragged_exchange_sends_its_first_operand():
+    """As XLA:TPU writes it: it is also given the array to write into, and offsets and sizes."""
+    sizes, into = "%n = s32[4]{0} constant({1, 1, 1, 1})", "%o = f32[64]{0} constant({...})"
+    operands = "(%x, %o, %n, %n, %n, /*index=5*/%n)"
+    exchange = f"%r = f32[64]{{0}} ragged-all-to-all{operands}, channel_id=1, replica_groups={{{{0,1,2,3}}}}"
+    (found,) = overlap(module(sizes, into, exchange), BYTE_A_CYCLE).collectives
+    assert (found.kind, found.form, found.payload) == ("ragged-all-to-all", "sync", KIB)
+
+
 def test_groups_of_devices():
     """As jax 0.10 has them written, and as 0.12 has."""
     sizes = {"{{0,1},{2,3},{4,5},{6,7}}": 2, "[2,4]<=[8]": 4, "[2,4]<=[4,2]T(1,0)": 4}
