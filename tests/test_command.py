@@ -1,6 +1,7 @@
 import io
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -584,6 +585,11 @@ def test_a_pair_that_gains_nothing_follows_the_options(capsys, saved):
         ('"F": 1, "I": 1, "W": 1', CostModel(10, 1, 1)),
         ('"F": 1, "I": 1, "W": 1, "FB": 3', CostModel(10, 1, 1)),
         ('"F": 1, "I": 1, "W": 1, "FB": 2.25', CostModel(10, 1, 1, FB=2.25)),
+        # Rounded each by itself, as `dualpipe dryrun --write-costs` writes them where no pair was compiled.
+        (
+            f'"F": 0.1, "I": 0.2, "W": 0.7, "FB": {math.nextafter(0.1 + 0.2 + 0.7, 2)}',
+            CostModel(10, 0.2, 0.7),
+        ),
     ):
         path = saved('{"costs": {' + known + "}}")
         (row,) = facts_of(capsys, "compare", "dualpipe", *SMALL, "--costs", path, "--F", "10")["schedules"]

@@ -14,6 +14,7 @@ import tyro
 
 from dualpipe_jax.installing import install_command
 from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, limit_stash
+from dualpipe_jax.schedule.costs import REL_TOLERANCE
 from dualpipe_jax.schedule.names import takes
 from dualpipe_jax.schedule.recipes.classic import MOST_ACTIONS
 
@@ -87,7 +88,8 @@ class Costs:
         given = _given_values(self, ("F", "I", "W", "FB", "send", "send_inside", "ranks_per_node"))
         if self.blocking or self.no_blocking:
             given["blocking"] = self.blocking
-        if base.FB == base.F + base.I + base.W:
+        # Close to, for a file's own figures were rounded each by itself.
+        if math.isclose(base.FB, base.F + base.I + base.W, rel_tol=REL_TOLERANCE):
             # FB is worked out anew, from the F, I and W that now hold.
             given = {"FB": None} | given
         extra = {**base.extra, **_end_values(self.first, self.last)}
