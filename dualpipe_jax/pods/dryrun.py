@@ -76,12 +76,12 @@ def answer(
         device = dataclasses.replace(device, flops=peak, source="of a product on this machine")
         found = dataclasses.replace(found, target=describe(target, device))
     else:
-        compiled = compile_and_read(request, blueprint, target, say)
+        compiled = with_guards(compile_and_read(request, blueprint, target, say), guards_of(request, target))
     memory = weigh(kinds, compiled, limit, share, kept)
     found = dataclasses.replace(found, compiled=compiled, memory=memory)
     if program.flops and {UnitKey("F")} < compiled.units.keys():
         say("simulating the step")
-        step = predict_step(compiled, blueprint, plan, device, guards_of(request, target))
+        step = predict_step(compiled, blueprint, plan, device)
         found = dataclasses.replace(found, step=step)
     return with_remedies(found, target, devices, say) if request.hints else found
 
@@ -330,6 +330,14 @@ def guards_of(request: Request, target: Target) -> float:
     guards = read_rates(request.rates).get("guards", {})
     form = usual_divergence(target.platform)
     return target.device.clock * guards.get(form, {}).get("taken_seconds", 0.0)
+
+
+def with_guards(compiled: Compiled, cycles: float) -> Compiled:
+    """The compiled program with ``cycles`` more in each of its ticks: guards that the compiler knows nothing of."""
+    if compiled.overheads is None:
+        return compiled
+    beside = dataclasses.replace(compiled.overheads, tick=compiled.overheads.tick + cycles)
+    return dataclasses.replace(compiled, overheads=beside)
 
 
 def read_text(request: Request, target: Target) -> Compiled:

@@ -243,7 +243,7 @@ class Compiled:
       sends: the sends of a tick to neighbours, outside its units.
       sends_exposed: cycles of a tick's sends beyond the work of its unit, by op; "" is a tick without a unit.
       units: see ``units.units_of_program`` and ``timed.measure``; for serving one unit, named by ``what``.
-      overheads: cycles outside units; None where there are no ticks.
+      overheads: cycles outside units, measured guards among them; None where there are no ticks.
       update: the program's update, run once; None where there is none, or where it was not compiled.
       cores: the number of cores that all devices share; None where each device has its own.
       at_once: the number of ranks whose work these cores do at the same time.

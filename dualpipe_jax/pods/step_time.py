@@ -11,17 +11,13 @@ from dualpipe_jax.pods.account import UsefulSeconds, account_of
 from dualpipe_jax.pods.costs import rank_costs, splits, unit_costs
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.program import Blueprint
-from dualpipe_jax.pods.results import Compiled, Overheads, Prediction
+from dualpipe_jax.pods.results import Compiled, Prediction
 from dualpipe_jax.schedule import CostModel
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 
-def predict_step(
-    compiled: Compiled, blueprint: Blueprint, plan: Plan, device: Device, guards: float = 0.0
-) -> Prediction:
+def predict_step(compiled: Compiled, blueprint: Blueprint, plan: Plan, device: Device) -> Prediction:
     """Predict the time of a step in the engine's ticks, from the cycles of its units.
-
-    ``guards`` is the number of cycles that a tick's guards take beyond what the compiler knows.
 
     The cycles outside all ticks (see ``units.overheads``) are those of this schedule; the others are assumed
     to have the same. "assumed" lists costs that others need and this schedule has no units for: an FB without
@@ -30,7 +26,7 @@ def predict_step(
     units, send, schedule = compiled.units, compiled.sends.each, blueprint.schedule
     split, unsplit = (unit_costs(units, send, split=split) for split in (True, False))
     costs, placed = split if splits(schedule) else unsplit, blueprint.pipeline.placing_costs
-    beside = Overheads(compiled.beside.tick + guards, compiled.beside.step)
+    beside = compiled.beside
     rest = beside.step + compiled.update_cycles
     useful, tokens = useful_seconds(blueprint, device, plan), blueprint.program.tokens
     in_ticks = functools.partial(

@@ -1,6 +1,7 @@
 """Plans: what is enumerated, priced by units given by hand, kept on disk, gone on with, written and read back."""
 
 import dataclasses
+import functools
 import importlib.util
 import itertools
 import json
@@ -15,7 +16,7 @@ from dualpipe_jax.command import plan as command
 from dualpipe_jax.command.answers import Answers
 from dualpipe_jax.command.options import ChildDied, CommandError
 from dualpipe_jax.inspect.target import Target
-from dualpipe_jax.pods import Answer, Plan, ahead, planner
+from dualpipe_jax.pods import Answer, Plan, ahead, dryrun, planner
 from dualpipe_jax.pods.cache import Cache, _digest, default_folder
 from dualpipe_jax.pods.costs import units_of
 from dualpipe_jax.pods.dryrun import draw
@@ -208,6 +209,23 @@ def test_times_and_memory_of_plans_by_hand(shard):
         assert choice.memory == kept - planner.SHARDS.index(shard) * GIB and not choice.refused
     best = planner.ranked(by_plan.values())
     assert [c.seconds for c in best] == sorted(c.seconds for c in best)
+
+
+def test_a_plan_waits_for_guards_as_long_as_its_dry_run(tmp_path, monkeypatch):
+    (file := tmp_path / "rates.json").write_text(
+        '{"rates": {"flops": 1, "guards": {"loop": {"taken_seconds": 1e-3}}}}'
+    )
+    units = keyed({name: Unit(CYCLES[name], 0.0, 0.0, 0.0, 0) for name in "FB"})
+    made = Compiled("units", units=units, overheads=Overheads(100.0, 7.0))
+    drawn = functools.partial(draw, devices=None)
+    monkeypatch.setattr(dryrun, "draw", lambda plan, target, _: drawn(plan, target))
+    monkeypatch.setattr(dryrun, "compile_and_read", lambda *_: made)
+    shape = {"schedule": "one_f_one_b", "pp": 2, "ep": 2, "microbatches": 8, "microbatch_size": 4}
+    plan, target = Plan(f"{own_program.__file__}:blocks", **shape), Target.parse("v5e:2x2")
+    found = dryrun.answer(Request(plan, str(target), "units", rates=str(file)), target, [], print)
+    (choice,) = planner.Prices(planner.Case(plan, (plan,)), "nothing", found).choices([plan], found)
+    ticks = lower(one_f_one_b(2, 8)).num_ticks
+    assert choice.seconds == pytest.approx(found.step.seconds) and choice.seconds > 1e-3 * ticks
 
 
 def test_what_does_not_fit_is_not_compiled_and_says_so():
