@@ -2,6 +2,8 @@
 
 import dataclasses
 import math
+from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -68,19 +70,40 @@ def share_dropped(plan: Plan, dispatch: Dispatch, tokens: int) -> float | None:
     experts, chosen = dispatch.num_experts, dispatch.top_k
     held = 1 if plan.dispatch == "capacity" else experts // plan.ep
     even = tokens * chosen * held / experts
-    arrivals = _arrivals(tokens, _visits(dispatch, held))
-    beyond = np.maximum(np.arange(len(arrivals)) - math.ceil(plan.room * even), 0)
-    return float(arrivals @ beyond) / even
+    lost = 0.0
+    for of_groups, number in _rooms(dispatch, held).items():
+        arrivals = _arrivals(tokens, _visits(dispatch, of_groups))
+        beyond = np.maximum(np.arange(len(arrivals)) - math.ceil(plan.room * even), 0)
+        lost += number * float(arrivals @ beyond)
+    return lost / (tokens * chosen)
 
 
-def _visits(dispatch: Dispatch, held: int) -> np.ndarray:
-    """The probabilities that a token chooses 0, 1, ... of ``held`` experts that share their room."""
-    kept = dispatch.num_experts * dispatch.top_groups // dispatch.num_groups
-    among = kept if held <= dispatch.num_experts // dispatch.num_groups else dispatch.num_experts
-    most, rest = min(held, dispatch.top_k), among - held
-    ways = [math.comb(held, n) * math.comb(rest, dispatch.top_k - n) for n in range(most + 1)]
-    visits = np.array(ways, float) / math.comb(among, dispatch.top_k) * (among / dispatch.num_experts)
-    visits[0] += 1 - among / dispatch.num_experts
+def _rooms(dispatch: Dispatch, held: int) -> Counter[tuple[int, ...]]:
+    """The rooms that ``held`` consecutive experts share, counted by the numbers of these experts in each group."""
+    size = dispatch.num_experts // dispatch.num_groups
+    return Counter(
+        tuple(sorted(Counter(expert // size for expert in range(first, first + held)).values()))
+        for first in range(0, dispatch.num_experts, held)
+    )
+
+
+def _visits(dispatch: Dispatch, of_groups: Sequence[int]) -> np.ndarray:
+    """The probabilities that a token chooses 0, 1, ... of the experts that share a room.
+
+    ``of_groups`` has the number of these experts in each group that has any.
+    """
+    groups, kept = dispatch.num_groups, dispatch.top_groups
+    among = dispatch.num_experts // groups * kept
+    # In how many ways a token's groups can be chosen, by their number and by the experts of the room in them.
+    ways = Counter({(0, 0): 1})
+    for own in (*of_groups, *(0,) * (groups - len(of_groups))):
+        ways += Counter({(count + 1, there + own): number for (count, there), number in ways.items()})
+    visits = np.zeros(min(sum(of_groups), dispatch.top_k) + 1)
+    for (count, there), number in ways.items():
+        if count == kept:
+            for n in range(min(there, dispatch.top_k) + 1):
+                chosen = math.comb(there, n) * math.comb(among - there, dispatch.top_k - n)
+                visits[n] += number * chosen / (math.comb(groups, kept) * math.comb(among, dispatch.top_k))
     return visits
 
 

@@ -61,7 +61,15 @@ def by_throwing_dice(plan, dispatch, tokens, rounds):
     [(Dispatch(64, 6, 0), 256, 1.0), (Dispatch(64, 6, 0), 256, 1.1), (Dispatch(32, 4, 0, 8, 4), 128, 1.1)],
 )
 def test_what_is_dropped_is_what_dice_tell(dispatch, size, tokens, factor):
-    plan = Plan(ep=8, dispatch=dispatch, capacity_factor=factor)
+    compare_with_dice(Plan(ep=8, dispatch=dispatch, capacity_factor=factor), size, tokens)
+
+
+@pytest.mark.parametrize("ep, size", [(4, Dispatch(32, 4, 0, 8, 2)), (6, Dispatch(24, 3, 0, 4, 2))])
+def test_devices_hold_several_groups_or_parts_of_two(ep, size):
+    compare_with_dice(Plan(ep=ep, dispatch="dropless", capacity_factor=1.1), size, 128)
+
+
+def compare_with_dice(plan, size, tokens):
     mean, error = by_throwing_dice(plan, size, tokens, 400)
     assert error < 0.2 * mean
     assert share_dropped(plan, size, tokens) == pytest.approx(mean, abs=4 * error)
