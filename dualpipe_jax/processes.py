@@ -1,4 +1,4 @@
-"""Several processes of one JAX program on this machine: the port where they meet, and the GPU of each. Loads no JAX."""
+"""Processes on this machine: cores, the port where several of one program meet, the GPU of each. Loads no JAX."""
 
 import os
 import socket
@@ -6,6 +6,11 @@ import subprocess
 from collections.abc import Mapping
 
 from dualpipe_jax.inspect.compiler import GPU_PROCESS, gpu_process_environment
+
+
+def num_cores() -> int:
+    """The number of cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def free_port() -> int:

@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "worker": (),
     "processes": ("inspect",),
     "probe": (*ENGINE[1:], "engine", "inspect", "worker"),
-    "pods": (*ENGINE, "ranges", "step_options", "balance", "engine", "inspect", "worker"),
+    "pods": (*ENGINE, "ranges", "step_options", "balance", "engine", "inspect", "processes", "worker"),
     "profile": ("present", "schedule", "inspect", "pods"),
     "command": ("present", "schedule", "step_options", "balance", "inspect", "processes", "worker", *NO_JAX),
 }

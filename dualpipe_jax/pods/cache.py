@@ -7,15 +7,19 @@ import importlib.util
 import json
 import os
 import platform
+import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
 
 from dualpipe_jax.pods.plain import filled, plain
 from dualpipe_jax.pods.request import Request
 from dualpipe_jax.pods.results import Answer
+from dualpipe_jax.processes import num_cores
 
 _PACKAGES = "jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda12-pjrt"
+_ENVIRONMENT = "XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_ENABLE_X64", "JAX_DEFAULT_MATMUL_PRECISION"
 _UNRELATED_PACKAGES = "command", "present", "probe", "balance"
 """Packages of ``dualpipe_jax`` on which no compiled program depends."""
 
@@ -28,10 +32,11 @@ def default_folder() -> Path:
 class Cache:
     """Answers to requests, in a folder that several processes may use.
 
-    A key is made of the request, the measured rates, the versions of JAX and its compilers, and two sets of
-    sources: those of this package, and those of the program (a file's folder, a module's top-level package,
-    or for a plain name the trainer and its models). Modules that these import from elsewhere are not part of
-    it. Where units are timed, the machine is part of it.
+    A key is made of the request, the measured rates, the versions of JAX and its compilers, the variables
+    of the environment that change what they make, and two sets of sources: those of this package, and those
+    of the program (a file's folder, a module's top-level package, or for a plain name the trainer and its
+    models). Modules that these import from elsewhere are not part of it. Where units are timed, the machine
+    is part of it, with the cores that this process may use.
     """
 
     def __init__(self, folder: Path):
@@ -42,9 +47,10 @@ class Cache:
         asked: dict[str, Any] = plain(request)
         del asked["files"], asked["log"]
         rates = "" if request.rates is None else Path(request.rates).read_text()
-        parts: list[Any] = [asked, _versions(), _digest(request.plan.model), rates]
+        environment = {name: os.environ.get(name) for name in _ENVIRONMENT}
+        parts: list[Any] = [asked, _versions(), environment, _digest(request.plan.model), rates]
         if (request.target or "").startswith("cpu:"):  # timed on this machine
-            parts += [platform.node(), platform.processor(), os.cpu_count()]
+            parts += [platform.node(), platform.processor(), num_cores()]
         key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
         return self.folder / f"{key[:32]}.json"
 
@@ -96,8 +102,13 @@ def _program_sources(name: str) -> Iterator[Path]:
         yield from sorted(Path(where).absolute().parent.glob("*.py"))
         return
     for package in (where.partition(".")[0],) if colon else ("models", "train"):
-        spec = importlib.util.find_spec(package)
+        spec = _find_spec(package)
         for folder in (spec and spec.submodule_search_locations) or ():
             yield from sorted(Path(folder).rglob("*.py"))
         if spec is not None and spec.origin is not None and spec.submodule_search_locations is None:
             yield Path(spec.origin)
+
+
+def _find_spec(package: str) -> ModuleSpec | None:
+    """Where the child process finds a package: ``python -m`` looks first in the folder in which it is started."""
+    return PathFinder.find_spec(package, [os.getcwd(), *sys.path]) or importlib.util.find_spec(package)

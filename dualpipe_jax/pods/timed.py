@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import math
 import mmap
-import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from dualpipe_jax.pods import ahead
 from dualpipe_jax.pods.program import Blueprint, Tree
 from dualpipe_jax.pods.results import Compiled, Overheads, Unit
 from dualpipe_jax.pods.units import with_usual
+from dualpipe_jax.processes import num_cores
 from dualpipe_jax.schedule.lowering.alone import opening, unit_everywhere
 from dualpipe_jax.schedule.lowering.table import TickTable
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
@@ -209,11 +209,6 @@ def first_touch(nbytes: int) -> CpuTime:
         first, again = cpu_time(write), cpu_time(write)
         del write  # holds the memory
     return CpuTime(max(0.0, first.seconds - again.seconds), 0)
-
-
-def num_cores() -> int:
-    """The number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def peak() -> float:

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import re
+import sys
 
 import pytest
 
@@ -534,6 +535,21 @@ def test_a_key_is_all_that_decides_an_answer(tmp_path, monkeypatch):
     assert cache.get(request) == answer(request.plan, "units")
     cache.file(request).write_text('{"target": 3')
     assert cache.get(request) is None, "damaged"
+    kept = cache.file(request)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    assert cache.file(request) != kept, "compilers read them"
+
+
+def test_a_module_of_this_folder_is_part_of_the_key(tmp_path, monkeypatch):
+    """The script `dualpipe` does not look there, its child, started by python -m, does so first."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    (mine := tmp_path / "module_of_this_folder.py").write_text("first = 1\n")
+    request = Request(dataclasses.replace(BASE, model="module_of_this_folder:step"), "v5e:2x4", "units")
+    before = Cache(tmp_path / "kept").file(request)
+    _digest.cache_clear()
+    mine.write_text("first = 2\n")
+    assert Cache(tmp_path / "kept").file(request) != before
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert default_folder() == tmp_path / "dualpipe"
 

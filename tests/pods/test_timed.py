@@ -223,6 +223,10 @@ def test_what_was_timed_elsewhere_is_not_known_here(monkeypatch, tmp_path):
     """Compiled costs are the same on every machine, timed ones are not."""
     cache = Cache(tmp_path)
     timed_here, compiled = (cache.file(Request(PLAN, target, "units")) for target in ("cpu:4", "v5e:2x2"))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    assert cache.file(Request(PLAN, "cpu:4", "units")) != timed_here, "on one core"
+    assert cache.file(Request(PLAN, "v5e:2x2", "units")) == compiled
+    monkeypatch.undo()
     monkeypatch.setattr("platform.node", lambda: "another")
     assert cache.file(Request(PLAN, "cpu:4", "units")) != timed_here
     assert cache.file(Request(PLAN, "v5e:2x2", "units")) == compiled
