@@ -94,8 +94,15 @@ def remedies(plan: Plan, limit: int, needed: Callable[[Plan], int]) -> tuple[Mem
 
 
 def _can_be_cut(plan: Plan) -> bool:
-    """Whether the schedule takes a number of stages per rank, and the plan does not set the layers of each stage."""
-    return not plan.stage_layers and takes(find(plan.schedule), "num_stages_per_rank")
+    """Whether the schedule takes a number of stages per rank, and the plan does not set the layers of each stage.
+
+    With ``layers_per_stage`` more stages would be a deeper model.
+    """
+    return (
+        not plan.stage_layers
+        and plan.layers_per_stage is None
+        and takes(find(plan.schedule), "num_stages_per_rank")
+    )
 
 
 def _flag(name: str, value: Any) -> str:

@@ -96,5 +96,9 @@ def test_stages_are_cut_finer_only_where_that_is_left_to_choose():
 
     assert found("interleaved_1f1b_overlap") == ["--stages-per-rank 4"]
     assert found("interleaved-1f1b", stages_per_rank=2) == ["--stages-per-rank 4"]
-    for schedule, given in (("dualpipe", {}), ("interleaved_1f1b_overlap", {"stage_layers": (4, 4, 4, 4)})):
+    for schedule, given in (
+        ("dualpipe", {}),
+        ("interleaved_1f1b_overlap", {"stage_layers": (4, 4, 4, 4)}),
+        ("interleaved_1f1b_overlap", {"layers_per_stage": 2}),
+    ):
         assert not any("--stages-per-rank" in option for option in found(schedule, **given)), schedule
