@@ -190,6 +190,10 @@ def _memory_table(memory: Memory, limit: int) -> Table:
 
 def remedies(memory: Memory, limit: int) -> list[str | Table]:
     """Options that make the step fit, each in addition to those before, with the memory that results."""
+    if memory.needed <= limit:
+        return [
+            "what is counted would fit, but the compiler refuses the program; --remat, --shard and --max-stash save"
+        ]
     if not memory.remedies:
         return ["no option makes it need less: it takes more devices, by --pp or --ep"]
     rows = [(one.option, gib(one.needed), one.price) for one in memory.remedies]

@@ -89,9 +89,12 @@ def answer(
 def with_remedies(
     found: Answer, target: Target | None, devices: Sequence[Any] | None, say: Callable[[str], None]
 ) -> Answer:
-    """The answer; for a step that does not fit also options that make it fit, with memory counted as the step's is."""
+    """The answer; for a step that does not fit also options that make it fit, with memory counted as the step's is.
+
+    No options where the count fits, and only the compiler refuses the program: how much it needs is not known.
+    """
     plan, memory = found.program, found.memory
-    if plan is None or memory is None or memory.fits or memory.limit is None:
+    if plan is None or memory is None or memory.limit is None or memory.needed <= memory.limit:
         return found
     say("it does not fit: counting what other options need")
     beyond = max(0, memory.beyond or 0)

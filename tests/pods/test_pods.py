@@ -324,6 +324,9 @@ def test_dryrun_fails_where_it_does_not_fit(answered, capsys, monkeypatch):
         assert main(["dryrun", "--target", "v5e:4x4", *SMALL]) == 1
         said = capsys.readouterr().out
         assert words in said and f"--max-stash 2     {then:.2f}  larger bubbles" in said
+    monkeypatch.setitem(ANSWER["memory"], "limit", 15 * 2**30)
+    assert main(["dryrun", "--target", "v5e:4x4", *SMALL]) == 1
+    assert "what is counted would fit, but the compiler refuses the program" in capsys.readouterr().out
     assert main(["dryrun", "--target", "v5e:4x4", "--json", *SMALL]) == 1
     memory = json.loads(capsys.readouterr().out)["memory"]
     assert memory["needed"] == 14 * 2**30 and memory["fits"] is False
