@@ -71,8 +71,9 @@ def answer(
         return with_remedies(found, target, devices, say) if request.hints else found
     device = target.device
     if target.platform == "cpu":
-        compiled = timed.measure(blueprint, say)
-        peak = timed.peak() / target.num_devices
+        compiled = timed.measure(blueprint, say, compiler_options(plan, target))
+        # Of the devices that are used, which share all cores.
+        peak = timed.peak() / blueprint.mesh.size
         device = dataclasses.replace(device, flops=peak, source="of a product on this machine")
         found = dataclasses.replace(found, target=describe(target, device))
     else:
@@ -124,7 +125,8 @@ def draw(plan: Plan, target: Target | None, devices: Sequence[Any] | None) -> Bl
     mesh = make(plan.pp, ep, dp=plan.dp)
     setting = Setting(plan, schedule, mesh, None if target is None else platform_of(target))
     program = _make_program(plan, setting)
-    fuse = None if setting.platform == "cpu" and plan.overlap else plan.overlap
+    # Said, and not left to the mesh's devices: an abstract mesh has none, and is counted like the mesh of devices.
+    fuse = plan.overlap and setting.platform != "cpu"
     return Blueprint(program, schedule, mesh, fuse, plan.gradient_sums)
 
 

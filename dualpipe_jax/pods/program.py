@@ -145,7 +145,7 @@ class Blueprint:
     program: Program
     schedule: Schedule
     mesh: Mesh | AbstractMesh
-    fuse_pairs: bool | None = True
+    fuse_pairs: bool = True
     gradient_sums: str = "float32"
 
     @functools.cached_property

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.errors import JaxRuntimeError
 
 from dualpipe_jax.parallel import PP
 from dualpipe_jax.pods import ahead
@@ -63,13 +64,16 @@ class TickRunner:
         estimate, the engine's state less this program's temporaries.
     """
 
-    def __init__(self, blueprint: Blueprint, opening: np.ndarray):
-        """Compile the program. ``opening``, int32 [ticks, ranks, columns], has the ticks that ``fill_slots`` runs."""
+    def __init__(self, blueprint: Blueprint, opening: np.ndarray, options: Mapping[str, str] | None = None):
+        """Compile the program with the compiler's ``options``.
+
+        ``opening``, int32 [ticks, ranks, columns], has the ticks that ``fill_slots`` runs.
+        """
         pipeline, given = blueprint.pipeline, (blueprint.params, blueprint.batch)
         blank = pipeline.state_everywhere(*given)
         self._opening, self._once = opening, np.ones(len(opening), np.int32)
         program: Any = pipeline.rehearse
-        self._program = program.lower(*given, blank, self._opening, self._once).compile()
+        self._program = _compile(program.lower(*given, blank, self._opening, self._once), options)
         self._given = random_arrays(given)
         memory = self._program.memory_analysis()
         kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(blank))
@@ -94,19 +98,22 @@ class TickRunner:
         return objective, gradients, self._state
 
 
-def measure(blueprint: Blueprint, say: Callable[[str], None]) -> Compiled:
+def measure(blueprint: Blueprint, say: Callable[[str], None], options: Mapping[str, str]) -> Compiled:
     """Time every unit of the schedule, idle ticks, and the update.
 
     A unit is timed in ticks in which all ranks run it that ever run it. Parameters and batches are random:
     their values do not change the time of a unit, except by how evenly tokens reach experts where nothing is
     dropped. The values that units leave for each other are computed by the units themselves; see
     ``TickRunner``.
+
+    Raises:
+      ValueError: the compiler refuses the program or one of its ``options``.
     """
     say("tracing and compiling the step")
     started = time.perf_counter()
     table = blueprint.pipeline.table(blueprint.params, blueprint.batch)
-    runner = TickRunner(blueprint, opening(table))
-    update = None if blueprint.update is None else ahead.lower_update(blueprint).compile()
+    runner = TickRunner(blueprint, opening(table), options)
+    update = None if blueprint.update is None else _compile(ahead.lower_update(blueprint), options)
     seconds = {"compiling": time.perf_counter() - started}
     units = table_units(table)
     ticks = {number: unit_everywhere(table, number) for number in (IDLE, *units)}
@@ -136,7 +143,14 @@ def measure(blueprint: Blueprint, say: Callable[[str], None]) -> Compiled:
     for number in range(ROUNDS):
         say(f"timing {len(units)} units, round {number + 1} of {ROUNDS}")
         rounds.append(once())
-    return read(table, blueprint, rounds, seconds)
+    return dataclasses.replace(read(table, blueprint, rounds, seconds), options=options)
+
+
+def _compile(lowered: Any, options: Mapping[str, str] | None) -> Any:
+    try:
+        return lowered.compile(dict(options or {}))
+    except JaxRuntimeError as error:
+        raise ValueError(f"the compiler refuses this program: {str(error)[:2000]}") from None
 
 
 def read(

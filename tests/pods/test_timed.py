@@ -13,7 +13,7 @@ from dualpipe_jax.__main__ import main
 from dualpipe_jax.command import child
 from dualpipe_jax.inspect import target as targets
 from dualpipe_jax.inspect.target import Target
-from dualpipe_jax.pods import Plan, step_time, timed
+from dualpipe_jax.pods import Plan, ahead, step_time, timed
 from dualpipe_jax.pods.cache import Cache
 from dualpipe_jax.pods.dryrun import answer, draw
 from dualpipe_jax.pods.plain import filled, plain
@@ -130,6 +130,13 @@ def test_a_tick_is_rehearsed_as_often_as_is_said():
     assert runner.run(tick, 0)[0] == pytest.approx(8 * once, rel=1e-5)
 
 
+def test_options_of_the_compiler_are_not_passed_over():
+    drawn = blueprint()
+    table = drawn.pipeline.table(drawn.params, drawn.batch)
+    with pytest.raises(ValueError, match="the compiler refuses this program: .*xla_no_such_option"):
+        TickRunner(drawn, table.array[:2], {"xla_no_such_option": "True"})
+
+
 def test_what_is_rehearsed_in_the_tables_order_is_the_step():
     """So a unit finds in its slots what the units before it left, as it does in a step."""
     drawn = blueprint(schedule="dualpipe")
@@ -186,6 +193,21 @@ def test_a_program_is_timed_and_its_step_predicted(monkeypatch):
     rest = compiled.overheads.step + compiled.update.cycles
     assert step.seconds == pytest.approx((step.cycles + rest) / 1e9)
     assert sum(part.seconds for part in step.account) == pytest.approx(step.seconds)
+    monkeypatch.setattr(timed, "peak", lambda: 1e9)
+    monkeypatch.setattr(timed, "measure", lambda *_: compiled)
+    more = answer(
+        dataclasses.replace(request, target="cpu:8"), Target.parse("cpu:8"), jax.devices(), said.append
+    )
+    done = more.step.mfu * more.step.seconds * 1e9
+    assert done == pytest.approx(12 * 4 * 8 * 2 * 16), "all cores work, though four devices are left over"
+
+
+def test_a_count_is_that_of_the_devices():
+    """Without devices, as in `dualpipe plan`: pairs are not fused on CPU, so actions stand in other ticks."""
+    shape = {"pp": 8, "ep": 1, "microbatches": 32, "microbatch_size": 1}
+    plan, target = Plan(PLAN.model, schedule="interleaved_1f1b_overlap", **shape), Target.parse("cpu:8")
+    counted, real = (ahead.memory_by_kind(draw(plan, target, d)) for d in (None, jax.devices()))
+    assert counted == real
 
 
 def test_cpu_devices_are_told_by_name(monkeypatch):
