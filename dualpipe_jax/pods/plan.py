@@ -2,11 +2,15 @@
 
 import dataclasses
 import json
+import typing
 from pathlib import Path
 from typing import Annotated
 
+from beartype import BeartypeConf, FrozenDict
+from beartype.door import is_bearable
 from tyro.conf import arg
 
+from dualpipe_jax.arguments import NUMBERS
 from dualpipe_jax.pods.plain import filled
 from dualpipe_jax.ranges import AtLeastOne
 from dualpipe_jax.step_options import Count, StepOptions, numbers_by_name
@@ -59,7 +63,8 @@ def read_plan(file: Path) -> Plan:
     """Read the plan that a file of `dualpipe plan` holds.
 
     Raises:
-      ValueError: the file cannot be read, holds no plan, or has options that this version does not know.
+      ValueError: the file cannot be read, holds no plan, or has options that this version does not know, or values
+        that an option cannot have.
     """
     where = f"--plan {file}"
     try:
@@ -71,4 +76,14 @@ def read_plan(file: Path) -> Plan:
     unknown = found["plan"].keys() - {field.name for field in dataclasses.fields(Plan)}
     if unknown:
         raise ValueError(f"{where}: a plan has no {', '.join(sorted(unknown))}; it is of another version")
-    return filled(Plan, found["plan"])
+    try:
+        plan = filled(Plan, found["plan"])
+    except TypeError as error:
+        raise ValueError(f"{where}: holds no plan: {error}") from None
+    numbers = BeartypeConf(hint_overrides=FrozenDict(NUMBERS), is_random=False)
+    for name, kind in typing.get_type_hints(Plan).items():
+        if not is_bearable(getattr(plan, name), kind, conf=numbers):
+            raise ValueError(
+                f"{where}: {name} is {getattr(plan, name)!r}, which --{name.replace('_', '-')} cannot be"
+            )
+    return plan

@@ -582,6 +582,10 @@ def test_files_that_hold_no_plan(tmp_path):
         ('{"plan": {"ranks": 3}}', "a plan has no ranks; it is of another version"),
         ('{"plan": {"serialised": true}}', "a plan has no serialised; it is of another version"),
         ('{"plan": {"change": ["dim=8"]}}', "a plan has no change; it is of another version"),
+        ('{"plan": {"shard": "optimiser"}}', "shard is 'optimiser', which --shard cannot be"),
+        ('{"plan": {"pp": "4"}}', "pp is '4', which --pp cannot be"),
+        ('{"plan": {"set": [8]}}', "set is (8,), which --set cannot be"),
+        ('{"plan": {"set": 8}}', "holds no plan: 'int' object is not iterable"),
     ):
         if text is not None:
             file.write_text(text)
