@@ -1,6 +1,7 @@
 """Rates that were measured on real devices, in place of those of a compiler or a data sheet."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,15 @@ def measured_rates(file: str | Path, clock: float, *, switched: bool) -> Rates:
     Args:
       file: JSON with "rates": {"all-to-all": {"bytes_per_second", "latency", "devices"}, "permute":
         {"bytes_per_second", "latency"}, "memory", "flops", "products": [{"size", "flops_per_second"}, ...],
-        "attention": {"forward", "backward"}, "grouped"}. Entries that were not measured may be missing. Units are bytes
-        and operations per second, and seconds; the size of a product is in operations.
+        "attention": {"forward", "backward"}, "grouped", "guards": {form: {"taken_seconds"}}}. Entries that were not
+        measured may be missing. Units are bytes and operations per second, and seconds; the size of a product is in
+        operations.
       clock: the hertz of the cycles.
       switched: whether links meet in a switch; see ``Rates``.
 
     Raises:
-      ValueError: if the file cannot be read or holds no rates, or if a rate is not a positive number (a latency may be
-        0), or if two products have the same size.
+      ValueError: if the file cannot be read or holds no rates, or if a rate is not a positive, finite number (a latency
+        and the time of guards may be 0), or if two products have the same size.
     """
     rates = read_rates(file)
     exchange, permute = rates.get("all-to-all"), rates.get("permute")
@@ -94,8 +96,14 @@ def _entry_numbers(name: str, found: Any, file: str | Path) -> Iterator[tuple[st
             raise ValueError(f"--rates {file}: products has size {twice[0]!r} twice; leave one of them")
         for place, one in enumerate(found):
             yield from ((f"products[{place}].{key}", one.get(key)) for key in ("size", "flops_per_second"))
+    elif name == _GUARDS:
+        if not (isinstance(found, dict) and all(isinstance(one, dict) for one in found.values())):
+            wanted = "an object with an object with taken_seconds for each form"
+            raise ValueError(f"--rates {file}: guards is {found!r}, must be {wanted}")
+        yield from ((f"guards.{form}.taken_seconds", one.get("taken_seconds")) for form, one in found.items())
 
 
+_GUARDS = "guards"
 _PRODUCTS = "products"
 _SCALARS = ("memory", "flops", "grouped")
 _OBJECT_FIELDS: Mapping[str, tuple[str, ...]] = {
@@ -108,7 +116,8 @@ _OBJECT_FIELDS: Mapping[str, tuple[str, ...]] = {
 def _check_number(where: str, number: Any, file: str | Path) -> None:
     name = where.rpartition(".")[2]
     least = 1 if name == "devices" else 0
-    fits = type(number) in (int, float) and (number > least or (name == "latency" and number == 0))
+    may_be_zero = name in ("latency", "taken_seconds")
+    fits = type(number) in (int, float) and (least < number < math.inf or (may_be_zero and number == 0))
     if not fits:
-        words = f"from {least} on" if name == "latency" else f"above {least}"
+        words = f"from {least} on" if may_be_zero else f"above {least}"
         raise ValueError(f"--rates {file}: {where} is {number!r}, must be a number {words}")

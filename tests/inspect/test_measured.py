@@ -48,6 +48,12 @@ def test_they_come_before_the_compilers_figures():
         (OFTEN % (-1, 4), "all-to-all.latency is -1, must be a number from 0 on"),
         (OFTEN % (0, 1), "all-to-all.devices is 1, must be a number above 1"),
         ('{"rates": {"grouped": -2}}', "grouped is -2, must be a number above 0"),
+        ('{"rates": {"flops": Infinity}}', "flops is inf, must be a number above 0"),
+        ('{"rates": {"flops": 1, "guards": 2e-6}}', "guards is 2e-06, must be an object with an object"),
+        (
+            '{"rates": {"flops": 1, "guards": {"loop": {"taken_seconds": NaN}}}}',
+            "guards.loop.taken_seconds is nan, must be a number from 0 on",
+        ),
         ('{"rates": {"attention": {"forward": 1}}}', "attention.backward is None, must be a number above 0"),
         (
             '{"rates": {"products": {"8": 1}}}',
