@@ -34,6 +34,10 @@ WORKERS = {
         print("E1121 10:44:27.2 hook.cc:3] RAW: Dumping core locally.", file=sys.stderr, flush=True)
         os.abort()
     """,
+    "babbles": """
+        os.write(1, b"\\xff\\n")
+        open(sys.argv[1], "w").write(json.dumps({"sum": 3}))
+    """,
     "raises": """
         print("drawing", flush=True)
         raise RuntimeError("a mistake of ours")
@@ -93,6 +97,10 @@ def test_an_answer(environment, capfd):
     out, err = capfd.readouterr()
     assert not out, "figures alone go to standard output"
     assert re.fullmatch(r"v5e:4x4: counting \(\d s\)\n", err)
+
+
+def test_what_it_prints_may_be_no_text(environment):
+    assert ask("babbles", {}, environment, "v5e:4x4", lambda _: 30.0) == {"sum": 3}
 
 
 def test_what_it_refuses(environment):

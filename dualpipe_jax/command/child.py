@@ -113,6 +113,8 @@ class _ChildProcess:
                 stdout=subprocess.PIPE if pipes_stages else stages,
                 stderr=log,
                 text=True,
+                # Whatever a program prints must not end the thread that reads it.
+                errors="replace",
                 env={**os.environ, **self._environment},
                 # So that Ctrl-C reaches this process alone, and the child's whole group can be ended.
                 start_new_session=True,
