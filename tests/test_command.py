@@ -283,6 +283,12 @@ def test_check_reads_standard_input(capsys, monkeypatch):
         (["show", "gpipe", *SMALL, "--waves", "2"], "gpipe takes no --waves; "),
         (["show", "gpipe", *SMALL, "--json", "--format", "csv"], "--json and --format csv are two formats"),
         (
+            ["compare", *SMALL, "--json", "--format", "markdown"],
+            "--json and --format markdown are two formats",
+        ),
+        (["show", "gpipe", *SMALL, "--pipes", "(0 1 2 3)"], "--pipes: gpipe says its own; drop it"),
+        (["compare", *SMALL, "--pipes", "(0 1 2 3)"], "--pipes: schedules by name say their own; drop it"),
+        (
             ["show", "gpipe", *SMALL, "-o", "/nowhere/be.txt"],
             "--output /nowhere/be.txt: there is no folder /nowhere",
         ),
@@ -743,6 +749,8 @@ def test_counts_beside_files(capsys, saved):
     assert "add --ranks and --microbatches, or name a file" in refused(capsys, 2, "compare", "gpipe")
     bare = saved(format_grid(dualpipe(2, 4)).partition("\n")[2])
     assert printed(capsys, "show", bare, "--pipes", "(0 1) (1 0)").startswith("# parsed, ranks 2")
+    told = refused(capsys, 2, "show", path, "--stages-per-rank", "4")
+    assert "is a file, cut as it is; drop --stages-per-rank and --waves" in told
 
 
 def test_stashes_are_limited_everywhere(capsys):

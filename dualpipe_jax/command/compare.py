@@ -7,7 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro
 
-from dualpipe_jax.command.options import Costs, Count, Memory, NothingFits, Pipes, Shape, check_jitter
+from dualpipe_jax.command.options import (
+    CommandError,
+    Costs,
+    Count,
+    Memory,
+    NothingFits,
+    Pipes,
+    Shape,
+    check_jitter,
+)
 from dualpipe_jax.command.output import Refusals, show, show_json
 from dualpipe_jax.command.share_files import RankShare
 from dualpipe_jax.command.source import schedules_of
@@ -121,6 +130,8 @@ class Compare:
 
     def run(self) -> int:
         check_jitter(self.jitter)
+        if self.json and self.format == "markdown":
+            raise CommandError("--json and --format markdown are two formats; drop either")
         schedules, refused, remembered = schedules_of(
             self.names, self.ranks, self.microbatches, self.shape, self.pipes
         )

@@ -86,7 +86,7 @@ class Dryrun:
     plan: Annotated[Plan | None, tyro.conf.arg(name="step")] = None
 
     def run(self) -> int:
-        self._check_costs()
+        self._check_times()
         plan, files = plan_of_options(self.plan, self.plan_file), tuple(map(str, self.output))
         rates = None if self.rates_file is None else str(self.rates_file)
         found = ask_pods(Request(plan, self.target, self.compile, files, rates=rates, hints=True))
@@ -98,17 +98,22 @@ class Dryrun:
             show_json(plain(found))
         else:
             show(*_report(found, self.rates_file))
-        return 0 if found.memory.fits else 1
-
-    def _check_costs(self) -> None:
-        """Check early that costs can be written: that happens after minutes of compiling."""
-        if self.write_costs is None:
-            return
-        if self.compile == "nothing":
+        if not found.memory.fits:
+            return 1
+        if self.write_costs is not None and found.step is None:
             raise CommandError(
-                "--write-costs: nothing is compiled, so there are no times; drop it or --compile"
+                f"--write-costs {self.write_costs}: not written; of a program whose Program.flops is 0 no step is "
+                "predicted"
             )
-        check_files(self.write_costs, flag="--write-costs")
+        return 0
+
+    def _check_times(self) -> None:
+        """Refuse options of times where nothing is compiled, and check early that costs can be written."""
+        given = {"--write-costs": self.write_costs, "--rates": self.rates_file}
+        for flag in (flag for flag, file in given.items() if file is not None and self.compile == "nothing"):
+            raise CommandError(f"{flag}: nothing is compiled, so there are no times; drop it or --compile")
+        if self.write_costs is not None:
+            check_files(self.write_costs, flag="--write-costs")
 
 
 def _report(found: Answer, rates: Path | None) -> list[str | Table]:

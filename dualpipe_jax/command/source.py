@@ -36,8 +36,12 @@ def schedule_of(
     if is_file(name):
         if ranks or microbatches:
             raise CommandError(f"{name} is a file and says its own counts; drop --ranks and --microbatches")
+        if shape.given():
+            raise CommandError(f"{name} is a file, cut as it is; drop --stages-per-rank and --waves")
         schedule, given = load(name, pipes)
         return with_stash_limit(schedule, shape), given
+    if pipes is not None:
+        raise CommandError(f"--pipes: {find(name).__name__} says its own; drop it")
     if ranks is None or microbatches is None:
         raise CommandError(f"show {find(name).__name__}: add --ranks and --microbatches")
     check_size(ranks, microbatches, shape)
@@ -61,6 +65,8 @@ def schedules_of(
         name: dataclasses.replace(with_stash_limit(schedule, shape), name=Path(name).name)
         for name, (schedule, _) in loaded.items()
     }
+    if pipes is not None and not files:
+        raise CommandError("--pipes: schedules by name say their own; drop it")
     first = next(iter(files.values()), None)
     if first is not None:
         ranks = first.num_ranks if ranks is None else ranks

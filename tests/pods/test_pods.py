@@ -147,6 +147,7 @@ BEFORE = {
     "dryrun -o pair.hlo --compile nothing": "--output: nothing is compiled, so there is nothing to write",
     "dryrun --write-costs no/costs.json": "--write-costs no/costs.json: there is no folder no",
     "dryrun --write-costs c.json --compile nothing": "--write-costs: nothing is compiled, so there are no",
+    "dryrun --rates no.json --compile nothing": "--rates: nothing is compiled, so there are no times",
 }
 """What is said before anything is compiled."""
 
@@ -309,6 +310,11 @@ def test_dryrun_writes_costs_that_other_subcommands_read(answered, capsys, tmp_p
     # 0F0-3 end at 200, 1F3 46 after the last has come, 1B3 after four of 100, 0B3 of 100 after a send
     assert "makespan, ms" in title and row.split()[2] == f"{200 + 1 + 45 + 400 + 1 + 100}"
     assert " 14 GiB " in row, "2 + 8 GiB at rest, 4 microbatches of 1"
+    monkeypatch.setitem(ANSWER, "step", None)
+    file.unlink()
+    assert main(["dryrun", "--target", "v5e:4x4", *SMALL, "--write-costs", str(file)]) == 2
+    assert "costs.json: not written; of a program whose Program.flops is 0" in capsys.readouterr().err
+    assert not file.exists()
 
 
 def test_dryrun_fails_where_it_does_not_fit(answered, capsys, monkeypatch):
