@@ -14,7 +14,7 @@ from train.data.corpus import Source
 from train.data.errors import DataError
 from train.data.remote import cache_folder, open_filesystem
 from train.data.streams import ArrayStream
-from train.data.vocabulary import Vocabulary
+from train.data.vocabulary import Vocabulary, forget_tokenizers
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
@@ -178,6 +178,7 @@ def open_prepared_vocabulary(folder: Path, manifest: Manifest) -> Vocabulary:
         raise DataError(f"--data {folder}: {TOKENIZER} is missing")
     if sha256(file) != manifest.tokenizer:
         raise DataError(f"--data {folder}: {TOKENIZER} is not the one that its tokens were made with")
+    forget_tokenizers()
     return Vocabulary(manifest.vocab, manifest.separator, file)
 
 

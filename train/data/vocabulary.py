@@ -144,6 +144,7 @@ def open_vocabulary(name: str, separator: str | None = None) -> Vocabulary:
     file = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     if not file.is_file():
         raise DataError(f"--tokenizer {name}: there is no file {file}; give bytes or a tokenizer.json")
+    forget_tokenizers()
     tokenizer = _load(file)
     candidates = [separator] if separator is not None else [*_configured(file), *_SEPARATORS]
     for candidate in candidates:
@@ -173,6 +174,11 @@ def _read(file: Path | str) -> bytes:
         return Path(file).read_bytes()
     filesystem, path = open_filesystem(str(file))
     return filesystem.cat_file(path)
+
+
+def forget_tokenizers() -> None:
+    """Read every tokenizer's file again at its next use: what is prepared anew in a folder has another tokenizer."""
+    _load.cache_clear()
 
 
 @functools.lru_cache(maxsize=4)

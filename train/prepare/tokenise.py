@@ -12,7 +12,7 @@ import numpy as np
 from train.data.inputs import grouped
 from train.data.manifest import SPLITS, TOKENIZER, Shard
 from train.data.text import split_end
-from train.data.vocabulary import Vocabulary, import_tokenizers
+from train.data.vocabulary import Vocabulary, forget_tokenizers, import_tokenizers
 from train.prepare.files import (
     Folder,
     array_bytes,
@@ -170,6 +170,7 @@ def train_tokenizer(context: BucketContext, size: int, sample: float) -> Vocabul
         write(context.work, TOKENIZER, tokenizer.to_str(pretty=True).encode())
     tokenizer = tokenizers.Tokenizer.from_buffer(context.work.cat_file(TOKENIZER))
     file = url_of(context.work, TOKENIZER)
+    forget_tokenizers()
     return Vocabulary(tokenizer.get_vocab_size(), tokenizer.token_to_id(END_OF_TEXT), file)
 
 

@@ -269,6 +269,24 @@ def test_a_tokenizer_does_not_see_what_is_held_out(tmp_path):
     assert "pipe" in vocabulary and not any("zz" in token for token in vocabulary)
 
 
+def test_a_folder_that_is_prepared_anew_is_read_with_its_new_tokenizer(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    out, data = tmp_path / "out", [write_lines(tmp_path / "a.jsonl", texts(60))]
+    for size in (280, 330):
+        shutil.rmtree(out, ignore_errors=True)
+        made = prepare(out, data, train_tokenizer=size)
+        corpus = open_corpus([out])
+        theirs = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
+        last = theirs.get_vocab_size() - 1
+        assert made.vocab == corpus.vocab == last + 1
+        tokens = np.concatenate(content(out, "train")).tolist()
+        documents = expected(texts(60), 0.05)["train"].decode().split("\0")[:-1]
+        assert tokens == [
+            n for text in documents for n in (*theirs.encode(text).ids, corpus.vocabulary.separator)
+        ]
+        assert corpus.decode([last]) == theirs.decode([last])
+
+
 def test_a_prepared_folder_tells_its_vocabulary_and_text(bpe):
     folder, _, _ = bpe
     corpus = open_corpus([folder / "out"])
