@@ -56,10 +56,14 @@ def open_corpus(
 
 
 def _open_all(groups: Sequence[Sequence[Path]], vocabulary: Vocabulary) -> list[Source]:
-    """Open the sources. A document that is held out of one source of text is in no source's training text."""
+    """Open the sources. A document that is held out of one source of text, or whose end is, is in no source's training
+    text, but for the part that all sources of so few documents train on."""
     texts = {number: read_documents(group) for number, group in enumerate(groups) if not _is_ready(group)}
     parts = {number: hold_out_tenth(documents) for number, (documents, _) in texts.items()}
-    held_out = {text for _, heldout in parts.values() for text in heldout}
+    held_out, cut = set[bytes](), set[bytes]()
+    for number, (documents, _) in texts.items():
+        heldout = parts[number][1]
+        (cut if len(heldout) == len(documents) else held_out).update(documents[: len(heldout)])
     sources = []
     for number, group in enumerate(groups):
         if number not in texts:
@@ -67,7 +71,9 @@ def _open_all(groups: Sequence[Sequence[Path]], vocabulary: Vocabulary) -> list[
             continue
         (documents, skipped), (train, heldout) = texts[number], parts[number]
         name = " ".join(map(str, group)) or "the standard library"
-        train = [text for text in train if text not in held_out] if len(texts) > 1 else train
+        others = held_out if len(heldout) == len(documents) else held_out | cut
+        whole = documents[-len(train) :]
+        train = [text for document, text in zip(whole, train, strict=True) if document not in others]
         if not train:
             raise DataError(
                 f"--data {name}: all its text is held out of other paths; name it once, or leave it out"

@@ -114,6 +114,24 @@ def test_what_is_held_out_of_one_path_is_trained_on_from_none(tmp_path):
     assert len(heldout) > 6, "a tenth of each path, not of one alone"
 
 
+def test_the_held_out_end_of_a_document_is_trained_on_from_no_other_path(tmp_path):
+    """Of fewer than ten documents ends are held out: another path may have the documents whole."""
+    whole, book = letters(tmp_path, "whole", "a", count=60), tmp_path / "book.txt"
+    book.write_bytes(bytes(range(1, 121)))
+    (whole / "book.txt").write_bytes(book.read_bytes())
+    for paths in ([whole, book], [book, whole]):
+        corpus = open_corpus(paths, [0.5, 0.5])
+        many, one = (corpus.sources[paths.index(path)] for path in (whole, book))
+        assert texts(one.train) == {bytes(range(1, 109))} and texts(one.heldout) == {bytes(range(109, 121))}
+        assert len(texts(many.train)) == 61 - 6 - 1 and book.read_bytes() not in texts(many.train)
+    book.write_bytes(min(texts(many.heldout)))
+    with pytest.raises(DataError, match="all its text is held out of other paths"):
+        open_corpus([whole, book], [0.5, 0.5])
+    (tmp_path / "copy.txt").write_bytes(book.read_bytes())
+    both = open_corpus([book, tmp_path / "copy.txt"], [0.5, 0.5]).sources
+    assert texts(both[0].train) == texts(both[1].train), "cut alike"
+
+
 def test_a_path_all_of_whose_text_is_held_out_of_others_is_named(tmp_path):
     whole, held = letters(tmp_path, "whole", "a", count=120), tmp_path / "held"
     held.mkdir()
