@@ -87,7 +87,7 @@ def find_files(paths: Sequence[str], leave_out: Sequence[str] = ()) -> list[File
     left_out = tuple(folder.rstrip("/") + "/" for folder in leave_out)
     for path in paths:
         if not is_url(path) and is_records(Path(path)):
-            found[path] = File(str(Path(path).absolute()), "records", _size(Path(path)))
+            found[path] = File(str(Path(path).absolute()), "records", *_size_and_change(Path(path)))
             continue
         filesystem, inside = open_filesystem(path)
         with _readable(path):
@@ -319,9 +319,11 @@ def _list(filesystem: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, info
 
 
-def _size(path: Path) -> int:
+def _size_and_change(path: Path) -> tuple[int, str]:
+    """The bytes of a file or folder, and the time of its last change; files of records are filled up to equal sizes."""
     files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
-    return sum(file.stat().st_size for file in files)
+    found = [file.stat() for file in files]
+    return sum(one.st_size for one in found), str(max((one.st_mtime_ns for one in found), default=""))
 
 
 def kind_of(name: str) -> str:

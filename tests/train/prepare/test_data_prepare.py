@@ -408,6 +408,20 @@ def test_what_is_done_is_not_done_again(tmp_path, capsys):
     assert "the files of --data have changed" in capsys.readouterr().err
 
 
+def test_records_that_changed_and_kept_their_size_are_other_data(tmp_path):
+    """An ArrayRecord file is filled up to blocks of 64 KiB, and Arrow's to 64 bytes."""
+    rows, folder = tmp_path / "a.array_record", tmp_path / "set"
+    folder.mkdir()
+    for file in (rows, folder / "dataset_info.json", folder / "data-00000-of-00001.arrow"):
+        file.write_bytes(b"a" * 64)
+    for paths, changed in (([rows], rows), ([folder], file)):
+        before = find_files(list(map(str, paths)))
+        assert find_files(list(map(str, paths))) == before
+        changed.write_bytes(b"b" * 64)
+        os.utime(changed, ns=(0, changed.stat().st_mtime_ns + 1))
+        assert find_files(list(map(str, paths))) != before
+
+
 def test_half_done_work_of_other_options_or_processes_is_not_mixed_in(tmp_path, monkeypatch):
     data, out, work = [write_lines(tmp_path / "a.jsonl", texts(30))], tmp_path / "out", tmp_path / "work"
     work.mkdir()
