@@ -1,9 +1,11 @@
 """Prepared folders: ``manifest.json`` lists the shards of tokens and their checksums."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -145,7 +147,8 @@ def open_prepared(folder: Path) -> tuple[Source, Vocabulary]:
     """A prepared folder's tokens, mapped into memory and read when they are needed, and its vocabulary.
 
     Raises:
-      DataError: a file is missing or has another length than the manifest says. Content is checked by ``find_damage``.
+      DataError: a file is missing or has another length than the manifest says, or there are more files than a process
+        may have open. Content is checked by ``find_damage``.
     """
     manifest = read_manifest(folder)
     dtype = np.dtype(manifest.dtype).newbyteorder("<")
@@ -154,7 +157,14 @@ def open_prepared(folder: Path) -> tuple[Source, Vocabulary]:
         for shard in shards:
             _check_length(folder, shard, dtype)
         files = [folder / shard.file for shard in shards]
-        arrays = [np.memmap(file, dtype=dtype, mode="r") for file in files]
+        _allow_open_files(len(files))
+        try:
+            arrays = [np.memmap(file, dtype=dtype, mode="r") for file in files]
+        except OSError as error:
+            raise DataError(
+                f"--data {folder}: cannot map its {len(files)} shards into memory: {error.strerror}; if they are too "
+                "many for this system, prepare the data again with a larger --shard-mb"
+            ) from None
         return ArrayStream(arrays, manifest.vocab, list(map(str, files)))
 
     train = stream(manifest.train)
@@ -207,7 +217,10 @@ def fetch_prepared(url: str | Path) -> Path:
                 part.replace(folder / name)
     except OSError as error:
         raise DataError(f"--data {url}: cannot fetch {name}: {error}") from None
-    (folder / MANIFEST).write_bytes(text)
+    # Another process that fetches the same may be reading it.
+    part = folder / f".{MANIFEST}.{os.getpid()}"
+    part.write_bytes(text)
+    part.replace(folder / MANIFEST)
     return folder
 
 
@@ -247,6 +260,16 @@ def _check_length(folder: Path, shard: Shard, dtype: np.dtype) -> None:
             f"--data {folder}: shard {shard.file} has {found} bytes, its manifest says {expected}: it was cut short or "
             "is another's; prepare the data again"
         )
+
+
+def _allow_open_files(number: int) -> None:
+    """Let this process have so many more files open, if the system does: a usual limit is 1024, and each array that is
+    mapped from a file keeps it open."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY:
+        wanted = soft + number if hard == resource.RLIM_INFINITY else min(soft + number, hard)
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _content(manifest: Manifest) -> dict[str, Any]:

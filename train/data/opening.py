@@ -7,7 +7,13 @@ from pathlib import Path
 from train.data import records
 from train.data.corpus import Corpus, Source, text_source
 from train.data.errors import DataError
-from train.data.manifest import fetch_prepared, is_prepared, open_prepared
+from train.data.manifest import (
+    fetch_prepared,
+    is_prepared,
+    open_prepared,
+    open_prepared_vocabulary,
+    read_manifest,
+)
 from train.data.remote import is_url
 from train.data.text import hold_out_tenth, read_documents
 from train.data.vocabulary import BYTES, Vocabulary, open_vocabulary
@@ -37,7 +43,7 @@ def open_corpus(
     ready = [path for path in named if is_prepared(path)]
     vocabulary = None if tokenizer is None else open_vocabulary(tokenizer)
     if vocabulary is None and ready:
-        vocabulary = open_prepared(ready[0])[1]
+        vocabulary = open_prepared_vocabulary(ready[0], read_manifest(ready[0]))
     vocabulary = vocabulary or BYTES
     if weights:
         groups = [[path] for path in named]

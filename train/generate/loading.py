@@ -19,7 +19,7 @@ from models.weights.settings import read_settings
 from models.weights.tokenizer import bytes_of
 from train.config import ConfigError, TrainConfig
 from train.data import DataError
-from train.data.manifest import is_prepared, open_prepared
+from train.data.manifest import is_prepared, open_prepared_vocabulary, read_manifest
 from train.data.vocabulary import BYTES, Vocabulary, open_vocabulary
 from train.errors import CheckpointError
 from train.generate.options import Source
@@ -172,7 +172,7 @@ def _open_vocabulary(name: str | Path | None) -> Vocabulary:
     if name is None:
         return BYTES
     if is_prepared(Path(name)):
-        return open_prepared(Path(name))[1]
+        return open_prepared_vocabulary(Path(name), read_manifest(Path(name)))
     return open_vocabulary(str(name))
 
 

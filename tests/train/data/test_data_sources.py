@@ -467,6 +467,9 @@ def test_data_elsewhere(tmp_path, monkeypatch):
     np.testing.assert_array_equal(found, wanted)
     (copy,) = [path.parent for path in (tmp_path / "cache").rglob("manifest.json")]
     assert find_damage(copy) == []
+    (tmp_path / "as it was").hardlink_to(copy / "manifest.json")
+    open_corpus([f"{place}/out"])
+    assert not (copy / "manifest.json").samefile(tmp_path / "as it was"), "another process read a half of it"
     with pytest.raises(DataError, match=r"memory://.*/nowhere: cannot read manifest.json"):
         open_corpus([f"{place}/nowhere"])
 

@@ -24,7 +24,7 @@ from rich.console import Console
 
 from train.data import DataError, open_corpus
 from train.data.inputs import File, Piece, cut_into_pieces, documents, find_files
-from train.data.manifest import find_damage, read_manifest
+from train.data.manifest import Manifest, Shard, find_damage, read_manifest
 from train.prepare import pipeline, plan
 from train.prepare.__main__ import main
 from train.prepare.files import open_folder
@@ -188,6 +188,27 @@ def test_more_files_than_a_process_may_open(tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
     assert content(tmp_path / "out", "train")[0].tobytes() == expected(rows, 0.05)["train"]
+
+
+def test_more_shards_than_a_process_may_open(tmp_path, monkeypatch):
+    shards = []
+    for number in range(120):
+        (tmp_path / f"train-{number:06d}.bin").write_bytes(bytes([number + 1, 0]))
+        shards.append(Shard(f"train-{number:06d}.bin", 2, 1, "", ""))
+    (tmp_path / "manifest.json").write_text(Manifest("uint8", 256, 0, None, tuple(shards), ()).dumps())
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/dev/fd"))) + 60, before[1]))
+    try:
+        stream = open_corpus([tmp_path]).sources[0].train
+        assert stream.windows(np.array([0]), 240)[0].tolist() == [n for m in range(120) for n in (m + 1, 0)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    monkeypatch.setattr(np, "memmap", lambda *_, **__: (tmp_path / "nothing/here").read_bytes())
+    with pytest.raises(
+        DataError, match="cannot map its 120 shards into memory: No such file or directory; if they"
+    ):
+        open_corpus([tmp_path])
 
 
 def test_a_file_of_which_nothing_is_kept(tmp_path):
