@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import json
 import lzma
+import os
 import stat
 import sys
 import zlib
@@ -15,7 +17,7 @@ from typing import Any, TypeVar
 from dualpipe_jax.installing import install_command
 from train.data.errors import DataError
 from train.data.records import DATASET_INFO, is_records, read_records
-from train.data.remote import is_url, open_filesystem
+from train.data.remote import is_local, is_url, open_filesystem
 
 T = TypeVar("T")
 
@@ -84,7 +86,8 @@ def find_files(paths: Sequence[str], leave_out: Sequence[str] = ()) -> list[File
       DataError: a path is missing, or there is no file.
     """
     found: dict[str, File] = {}
-    left_out = tuple(folder.rstrip("/") + "/" for folder in leave_out)
+    left_out = tuple(os.path.realpath(folder).rstrip("/") + "/" for folder in leave_out)
+    real = functools.cache(os.path.realpath)
     for path in paths:
         if not is_url(path) and is_records(Path(path)):
             found[path] = File(str(Path(path).absolute()), "records", *_size_and_change(Path(path)))
@@ -92,7 +95,8 @@ def find_files(paths: Sequence[str], leave_out: Sequence[str] = ()) -> list[File
         filesystem, inside = open_filesystem(path)
         with _readable(path):
             for name, info in sorted(_list(filesystem, inside), key=lambda pair: pair[0]):
-                if not f"{name}/".startswith(left_out):
+                folder, _, last = name.rpartition("/")
+                if not (is_local(path) and f"{real(folder)}/{last}/".startswith(left_out)):
                     url = filesystem.unstrip_protocol(name)
                     changed = next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
                     found[url] = File(url, kind_of(name), int(info["size"] or 0), changed)
@@ -272,14 +276,16 @@ def _parquet(file: Any, url: str) -> Any:
 
 @contextlib.contextmanager
 def _open(url: str) -> Iterator[Any]:
-    import fsspec
+    filesystem, path = open_filesystem(url)
+    # Imported after open_filesystem, which reports a missing fsspec.
+    from fsspec.core import OpenFile, get_compression
 
     if not url.endswith(".zst"):
-        with fsspec.open(url, "rb", compression="infer") as file:
+        with OpenFile(filesystem, path, "rb", get_compression(path, "infer")) as file:
             yield file
         return
     zstd = _zstd(url)
-    with fsspec.open(url, "rb") as packed, zstd.ZstdFile(packed) as file:
+    with OpenFile(filesystem, path, "rb") as packed, zstd.ZstdFile(packed) as file:
         yield file
 
 
@@ -293,7 +299,10 @@ def _zstd(url: str) -> Any:
 
 def _list(filesystem: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     if any(letter in path for letter in "*?[") and not filesystem.exists(path):
-        for match in filesystem.glob(path):
+        matches = filesystem.glob(path)
+        if not matches:
+            raise DataError(f"--data: nothing is named like {path}")
+        for match in matches:
             yield from _list(filesystem, match)
         return
     about = filesystem.info(path)

@@ -16,7 +16,7 @@ import numpy as np
 from train.data import DataError, Vocabulary
 from train.data.inputs import File, Piece, cut_into_pieces, find_files
 from train.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Shard, loads
-from train.data.remote import cache_folder, is_url, open_filesystem
+from train.data.remote import cache_folder, is_local, is_url, open_filesystem
 from train.data.vocabulary import BYTES, open_vocabulary
 from train.lock import LockHeld, hold_lock
 from train.prepare import cluster, query
@@ -49,7 +49,9 @@ def prepare(options: Options, report: Report) -> Manifest:
     """
     out = options.out if is_url(options.out) else str(Path(options.out).absolute())
     place = _work_url(options, out)
-    if f"{out}/".startswith(f"{place.rstrip('/')}/"):
+    # Through links and "..": OUT would be removed with it.
+    inside, around = (here if is_url(here) else os.path.realpath(here) for here in (out, place))
+    if f"{inside}/".startswith(f"{around.rstrip('/')}/"):
         raise DataError(
             f"--work {place}: is removed at the end, and {out} lies there; name a folder of its own"
         )
@@ -261,13 +263,9 @@ def _job_runner(
         yield functools.partial(run_jobs, num_workers=options.num_workers)
         return
     folders = {url_of(folder) for folder in (work, shards) if local_path(folder)}
-    folders |= {os.path.dirname(file.url.removeprefix("file://")) for file in files if _is_local(file.url)}
+    folders |= {os.path.dirname(file.url.removeprefix("file://")) for file in files if is_local(file.url)}
     if folders:
         some = ", ".join(sorted(folders)[:4])
         report.say(f"--ray: all nodes must share the folders that paths name, where no URL does: {some}")
     with cluster.connected(options.ray, work, JOB, report) as runner:
         yield runner
-
-
-def _is_local(url: str) -> bool:
-    return not is_url(url) or url.startswith("file://")

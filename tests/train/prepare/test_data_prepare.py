@@ -161,6 +161,19 @@ def test_globs_urls_and_folders(tmp_path):
     assert names == ["a.txt", "b.txt", "c.md"]
     names = [Path(file.url).name for file in find_files([str(tmp_path), str(tmp_path / "a.txt")])]
     assert names == ["a.txt", "b.txt", "c.md", "d.txt"]
+    with pytest.raises(DataError, match=r"nothing is named like .*/\*\.rst"):
+        find_files([str(tmp_path), str(tmp_path / "*.rst")])
+
+
+@pytest.mark.parametrize("name", ["std::vector.3", "std::vector.jsonl.gz"])
+def test_names_with_two_colons_are_no_chains_of_urls(name, tmp_path, monkeypatch):
+    row = b'{"text": "a vector"}'
+    (tmp_path / name).write_bytes(gzip.compress(row) if name.endswith(".gz") else row)
+    monkeypatch.chdir(tmp_path)
+    for path in (name, str(tmp_path), f"file://{tmp_path}"):
+        (piece,) = cut_into_pieces(find_files([path]))
+        assert list(documents(piece, "text")) == [b"a vector" if name.endswith(".gz") else row]
+    open_corpus([name])
 
 
 def test_more_workers_and_more_pieces_change_nothing(tmp_path, monkeypatch):
@@ -501,6 +514,22 @@ def test_a_folder_of_others_is_not_worked_in_and_removed(work, out, tmp_path):
     ):
         prepare(tmp_path / out, data, work=tmp_path / work)
     assert (tmp_path / "work" / "thesis.txt").read_text() == "mine"
+
+
+def test_ways_to_a_folder_that_are_written_otherwise_lead_there(tmp_path, monkeypatch):
+    data = tmp_path / "data"
+    (tmp_path / "here").mkdir()
+    data.mkdir()
+    (tmp_path / "link").symlink_to(data)
+    write_lines(data / "a.jsonl", texts(60))
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(DataError, match="is removed at the end, and .*work/out lies there"):
+        prepare(tmp_path / "work" / "out", [data], work="../work")
+    for out in (Path("../data/out"), tmp_path / "link" / "out", data / "out"):
+        for path in (data, f"file://{data}"):
+            for _ in range(2):
+                prepare(out, [path])
+            shutil.rmtree(out)
 
 
 def test_another_tokenizer_in_the_folder_is_not_written_over(tmp_path):
