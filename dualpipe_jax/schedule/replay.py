@@ -175,8 +175,9 @@ def _limit_reduction(more: tuple[float, float, float], pair: float) -> tuple[flo
     A stage with almost no work has an extra near -(F + I + W), but a pair takes less than F + I + W, since its
     parts overlap.
     """
-    much = -sum(more) / pair if pair else 1.0
-    return more if much <= 1 else tuple(cost / much for cost in more)  # type: ignore[return-value]
+    # Scaled parts round, and their sum must not pass the pair by a hair.
+    most, much = pair * (1 - REL_TOLERANCE), -sum(more)
+    return more if much <= most else tuple(cost * (most / much) for cost in more)  # type: ignore[return-value]
 
 
 class Unit(NamedTuple):

@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import numpy as np
 import pytest
 
 from dualpipe_jax.present.numbers import Units
@@ -87,6 +88,21 @@ def test_an_end_of_next_to_nothing_is_priced_still():
     assert sum(costs.extra[-1]) == pytest.approx(-3), "5.4 by its single units, but a pair takes 3"
     alone = fit([one for one in timed if one[0] != "FB"], Placement.linear(6))
     assert alone.extra[-1] == pytest.approx((-1.8, -1.8, -1.8))
+
+
+@pytest.mark.parametrize("hidden", [0.3, 0.5, 0.7])
+def test_an_end_of_next_to_nothing_is_priced_whatever_rounds(hidden):
+    """The last stage's parts, scaled to what a pair takes, must not sum to a hair more than that."""
+    for forward, i, w in np.random.default_rng(0).uniform(0.1, 1, (100, 3)).tolist():
+        times = itertools.product(range(4), (("F", forward), ("I", i), ("W", w)))
+        timed = [(kind, (Action(stage, Op(kind), 0),), took * (stage < 3)) for stage, (kind, took) in times]
+        pair = hidden * (forward + i + w)
+        timed += [("FB", (Action(stage, Op.F, 1), Action(stage, Op.B, 0)), pair) for stage in (0, 1, 2)]
+        costs = fit(timed, Placement.linear(4))
+        assert (costs.FB, costs.extra[0]) == (pair, (0, 0, 0))
+        assert sum(costs.extra[-1]) == pytest.approx(-pair)
+        part = pair / (forward + i + w)
+        assert costs.extra[-1] == pytest.approx((-part * forward, -part * i, -part * w))
 
 
 def test_the_rank_and_the_unit_that_are_slow_come_first():
