@@ -32,7 +32,8 @@ def rank(process, port, rounds):
     """Run one of the processes; the first one prints {"name, count": [(plain, pipelined) seconds]}."""
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[process]})
     os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
-    import step_cost  # sets flags of its own; of a flag that is given twice the last one counts
+    # It sets flags of its own; of a flag that is given twice the last one counts.
+    from benchmarks import step_cost
 
     os.environ["XLA_FLAGS"] += " --xla_force_host_platform_device_count=1"
     import jax
@@ -64,7 +65,8 @@ def main():
     parser.add_argument("--rank", type=int, nargs=2, metavar=("PROCESS", "PORT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank:
-        rank(*options.rank, options.rounds)
+        process, port = options.rank
+        rank(process, port, options.rounds)
         return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

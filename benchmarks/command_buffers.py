@@ -15,6 +15,7 @@ import re
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -22,6 +23,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 import jax
 
 from dualpipe_jax import inspect, make_mesh
+from dualpipe_jax.engine.guard import Divergence
 from dualpipe_jax.inspect.target import MissingCompiler, Target
 from dualpipe_jax.probe import units
 from dualpipe_jax.probe.place import Place
@@ -31,6 +33,7 @@ OPTIONS = {
     "as it is": {},
     "+WHILE,+CONDITIONAL": {"xla_gpu_enable_command_buffer": f"{USUAL},WHILE,CONDITIONAL"},
 }
+GUARDS: dict[Divergence, str] = {"loop": "kWhile", "switch": "kConditional"}
 _THUNK = re.compile(r"( *)\d+: (k\w+)")
 
 
@@ -50,7 +53,7 @@ def main() -> None:
     print("| --- | ---: | ---: | ---: | ---: |", flush=True)
     for pp, ep in ((4, 1), (2, 2)):
         place = Place(make_mesh(pp, ep, devices=devices), options={}, is_small=False)
-        for form, guard in (("loop", "kWhile"), ("switch", "kConditional")):
+        for form, guard in GUARDS.items():
             for name, more in OPTIONS.items():
                 inside, outside = thunks(lowered(place, form), more)
                 # Of the loops two are no guards: the scan over ticks, and one more.
@@ -58,10 +61,11 @@ def main() -> None:
                 print(f"| {pp} x {ep}, {form}, {name} | {' | '.join(map(str, counts))} |", flush=True)
 
 
-def lowered(place: Place, form: str):
+def lowered(place: Place, form: Divergence):
     pipeline, *given = units.tiny_pipeline(place, form, 256, 64)
     given = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), given)
-    return pipeline.value_and_grad.lower(*given)
+    step: Any = pipeline.value_and_grad
+    return step.lower(*given)
 
 
 def thunks(lowered, more: dict[str, str]) -> tuple[collections.Counter, collections.Counter]:

@@ -5,10 +5,10 @@ python benchmarks/compile_time.py
 
 import time
 
-import step_cost
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import step_cost
 from dualpipe_jax.schedule import dualpipe, one_f_one_b
 
 step_cost.WIDTH, step_cost.SIZE = 64, 1

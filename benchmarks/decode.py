@@ -14,6 +14,7 @@ import functools
 import os
 import tempfile
 import time
+from typing import Any
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -24,7 +25,7 @@ import transformers
 from models import weights
 from models.decode import Engine, Limits, SamplingParams, decoder
 
-SIZES = dict(
+SIZES: dict[str, Any] = dict(
     vocab_size=8192,
     hidden_size=512,
     intermediate_size=1376,
@@ -105,7 +106,7 @@ def main():
         texts = [run(first) for run in runs]
         for run in runs:
             run(second)  # some programs are compiled only after something was served
-        took = [[], []]
+        took: list[list[tuple[float, float]]] = [[], []]
         for prompts in others:
             for run, times in zip(runs, took, strict=True):
                 began = time.perf_counter(), time.process_time()

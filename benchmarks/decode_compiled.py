@@ -24,6 +24,7 @@ import os
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -69,7 +70,8 @@ def compiled_step(config, target, batch, positions, folder=None, num_steps=1):
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=here),
         (weights, cache, (wanted, tables, None, empty_running(batch))),
     )
-    lowered = programs(model, False, num_steps=num_steps).decode.lower(*arguments)
+    decode: Any = programs(model, False, num_steps=num_steps).decode
+    lowered = decode.lower(*arguments)
     options = inspect.recommended_compiler_options("gpu", ahead_of_time=True)
     if folder is not None:
         options = options | {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
@@ -101,7 +103,8 @@ def kernels(module, rates, clock, num_groups, computation=None):
         inside = [name for name in instruction.called() if name in module.executed]
         if instruction.opcode == "conditional":
             branches = [kernels(module, rates, clock, num_groups, name) for name in inside]
-            found += min(branches, key=len)
+            fewest = min(branches, key=len)
+            found += fewest
         elif inside:
             times = instruction.trips or 1
             found += times * [
@@ -162,6 +165,8 @@ def main():
     given = parser.parse_args()
     config = models.v2_lite(num_layers=given.layers, compute_dtype=jnp.bfloat16)
     rates, clock = inspect.gpu_rates(given.target), inspect.DEVICES[given.target].clock
+    # It is known of every GPU.
+    assert rates.memory is not None
     rows = []
     for batch in given.batches:
         with tempfile.TemporaryDirectory() as folder:

@@ -18,6 +18,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -51,7 +52,8 @@ def fsdp(mesh):
         return shaped(mesh, leaf.shape, jax.P(*(None,) * longest, "d"), leaf.dtype)
 
     def loss(params, x):
-        return jnp.mean(model.apply(params, x).astype(jnp.float32) ** 2)
+        y: Any = model.apply(params, x)
+        return jnp.mean(y.astype(jnp.float32) ** 2)
 
     params = jax.tree.map(in_parts, params)
     kept = jax.tree.map(lambda leaf: leaf.sharding, params)
@@ -71,8 +73,11 @@ def ring(mesh):
         sys.exit(
             "foreign.py ring: needs the packages ringattention and einops; pip install ringattention einops"
         )
+    # It is a package, and a spec from a file of Python has a loader.
+    assert found.submodule_search_locations is not None
     folder = found.submodule_search_locations[0]
     spec = importlib.util.spec_from_file_location("ring", Path(folder) / "ringattention_jax.py")
+    assert spec is not None and spec.loader is not None
     package = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
     chunks = dict(causal_block_size=1, deterministic=True, dropout_rng=None, attn_pdrop=0.0)

@@ -31,8 +31,10 @@ from dualpipe_jax import inspect
 from dualpipe_jax.engine.reference import reference_value_and_grad
 from dualpipe_jax.inspect.collectives import collectives
 from dualpipe_jax.parallel import combine, dispatch, make_mesh, plan_capacity
+from dualpipe_jax.parallel.wire import Payload
+from models.kernels import MatmulKernel
 
-ARMS = {
+ARMS: dict[str, tuple[Payload, MatmulKernel]] = {
     "plain": ("plain", "auto"),
     "float8 payload": ("float8", "auto"),
     "float8 payload and matmul": ("float8", "float8"),
@@ -87,7 +89,7 @@ def group_of(path):
 
 def compared(found, wanted):
     """Cosine and ratio of norms of each group of leaves."""
-    groups = {}
+    groups: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     for path, leaf in found.items():
         groups.setdefault(group_of(path), []).append((leaf, wanted[path]))
     result = {}

@@ -30,7 +30,8 @@ SHORTEST, LONGEST = 8, 48
 
 def ours(engine, prompts, lengths, clients):
     """The times when each request was sent and its tokens came, by our engine, which serves requests as they come."""
-    heard, asked, free = [[] for _ in prompts], [0.0] * len(prompts), clients
+    heard: list[list[float]] = [[] for _ in prompts]
+    asked, free = [0.0] * len(prompts), clients
     waiting = iter(range(len(prompts)))
     left = len(prompts)
     while left:
@@ -53,7 +54,7 @@ def theirs(model, prompts, lengths, clients):
     ready = [time.process_time()] * clients
     for first in range(0, len(prompts), clients):
         batch = slice(first, first + clients)
-        times = []
+        times: list[float] = []
 
         def note(_, scores, times=times):
             times.append(time.process_time())

@@ -16,7 +16,7 @@ from test_parity import CASES, MORE, measure
 
 
 def main():
-    rows = []
+    rows: list[str] = []
     for name, case in (CASES | MORE).items():
         with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
             errors = measure(case, folder, patch)

@@ -28,8 +28,8 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from sides.case import BLOCKS, Case
 
+from benchmarks.sides.case import BLOCKS, Case
 from dualpipe_jax import schedule
 
 RANK = Path(__file__).parent / "sides" / "rank.py"
@@ -89,7 +89,10 @@ class Side:
         asked = self.ranks[:1] if name == "plain" else self.ranks
         for rank in asked:
             print(verb, name, file=rank.stdin, flush=True)
-        answers = [rank.stdout.readline() for rank in asked]
+        answers = []
+        for rank in asked:
+            assert rank.stdout is not None
+            answers.append(rank.stdout.readline())
         if not all(answers):
             sys.exit(f"a rank of {self.framework} failed at {verb} {name}")
         return [json.loads(answer) for answer in answers]
@@ -97,7 +100,7 @@ class Side:
 
 def gradients(folder: str, framework: str, name: str) -> dict[str, np.ndarray]:
     """The gradients of all ranks, by leaf and layer."""
-    found = {}
+    found: dict[str, np.ndarray] = {}
     for path in Path(folder).glob(f"{framework}.{name}.*.npz"):
         found |= np.load(path)
     return found
@@ -139,7 +142,7 @@ def study(case: Case, rounds: int) -> list[tuple[str, ...]]:
         # PyTorch first, because it writes the tables that JAX's side reads.
         checked = {key: sides[key[0]].ask("check", key[1]) for key in every}
         errors = off_by(case, folder, checked)
-        times = {key: [] for key in every}
+        times: dict[tuple[str, str], list[tuple[float, float]]] = {key: [] for key in every}
         for _ in range(rounds):
             for framework, name in every:
                 answers = sides[framework].ask("time", name)

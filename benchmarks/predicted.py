@@ -27,7 +27,7 @@ from dualpipe_jax.command.plan import Search, as_file
 from dualpipe_jax.inspect import Target
 from dualpipe_jax.pods import Plan
 from dualpipe_jax.pods.cache import Cache
-from dualpipe_jax.pods.planner import Wanted, cases, ranked
+from dualpipe_jax.pods.planner import Choice, Wanted, cases, ranked
 from dualpipe_jax.present.table import Table
 
 SCHEDULES = "gpipe", "one_f_one_b", "zb_h1", "dualpipe", "dualpipe_v", "zb_v"
@@ -40,15 +40,22 @@ def predict(target, wanted):
     with tempfile.TemporaryDirectory() as folder:
         search = Search(Answers(target, Cache(Path(folder)), None))
         search.explore(wanted)
-        cores = {
-            plan: search.answers.ask(case.plan, "units", "").compiled.cores
-            for case in cases(wanted, Target.parse(target).num_devices)[0]
-            for plan in case.plans
-        }
+        cores: dict[Plan, float | None] = {}
+        for case in cases(wanted, Target.parse(target).num_devices)[0]:
+            compiled = search.answers.ask(case.plan, "units", "").compiled
+            # Its units were asked for.
+            assert compiled is not None
+            cores |= dict.fromkeys(case.plans, compiled.cores)
     for choice in search.choices:
         if choice.refused:
             print(f"{choice.plan.schedule}: {choice.refused}", file=sys.stderr)
-    return {choice.plan: (choice, choice.seconds * cores[choice.plan]) for choice in ranked(search.choices)}
+    found: dict[Plan, tuple[Choice, float]] = {}
+    for choice in ranked(search.choices):
+        shared = cores[choice.plan]
+        # What is ranked was timed, and on this machine all devices share its cores.
+        assert choice.seconds is not None and shared is not None
+        found[choice.plan] = choice, choice.seconds * shared
+    return found
 
 
 def measure(choice, target, steps):
@@ -130,7 +137,8 @@ def main():
         dispatches=("capacity",),
         stashes=(None,),
     )
-    predicted, measured, drifts = {}, {}, []
+    predicted, drifts = {}, []
+    measured: dict[Plan, dict[str, float]] = {}
     for case in cases(wanted, Target.parse(target).num_devices)[0]:
         only = dataclasses.replace(wanted, schedules=tuple(plan.schedule for plan in case.plans))
         before = predict(target, only)

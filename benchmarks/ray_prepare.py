@@ -73,7 +73,7 @@ def follow(process: subprocess.Popen[str], cluster: Any = None) -> tuple[str, fl
                 killed.add(name)
                 kill_a_node(cluster)
     if process.wait():
-        raise SystemExit(f"{process.args} ended with {process.returncode}: {said}")
+        raise SystemExit(f"{process.args!r} ended with {process.returncode}: {said}")
     return said, sum(moments[-1] - moments[0] for moments in times.values())
 
 

@@ -69,8 +69,12 @@ def best_named(ranks, microbatches, costs, limit, placement):
     """The shortest named schedule that fits and has one copy of the parameters, on the placement if one is given."""
     candidates = choose(ranks, microbatches, costs, limit, schedules=[*ALL_SCHEDULES, *FINER])
     one_copy = [c for c in candidates if c.fits and c.num_copies == 1]
-    there = (c for c in one_copy if placement is None or c.schedule.placement == placement)
-    return next(there, None)
+    for candidate in one_copy:
+        # A candidate with a copy has a schedule.
+        assert candidate.schedule is not None
+        if placement is None or candidate.schedule.placement == placement:
+            return candidate
+    return None
 
 
 def report(setting, placement, effort):

@@ -104,7 +104,8 @@ def damage(folder: Path) -> int:
     for number, file in enumerate(files):
         content = bytearray(file.read_bytes())
         content[-len(content) // 4] ^= 1
-        file.write_bytes([content, content[: len(content) // 2], file.read_bytes()][number % 3])
+        left: list[bytes | bytearray] = [content, content[: len(content) // 2], file.read_bytes()]
+        file.write_bytes(left[number % 3])
     return sum(number % 3 < 2 for number in range(len(files)))
 
 

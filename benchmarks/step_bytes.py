@@ -90,7 +90,8 @@ class Bytes:
         beside = overheads(inspect.overlap(module, target.rates), module)
         self.tick = "" if beside is None else f"{beside[0] / target.device.clock * 1e6:.0f}"
         self.temporaries = compiled.memory_analysis().temp_size_in_bytes
-        self.products, self.by_name = 0, collections.Counter()
+        self.products = 0
+        self.by_name: collections.Counter[str] = collections.Counter()
         for name, times in times_of(module, runs).items():
             computation = module.computations[name]
             for instruction in computation:
@@ -118,7 +119,7 @@ def times_of(module: Module, runs: dict[UnitKey, int]) -> dict[str, float]:
     if found.keys() != runs.keys():
         raise ValueError(f"the program has the units {sorted(found)}, and the table {sorted(runs)}")
     guarded = {body: runs[key] / len(bodies) for key, bodies in found.items() for body in bodies}
-    times: collections.Counter[str] = collections.Counter()
+    times: dict[str, float] = collections.defaultdict(float)
 
     def walk(name: str, often: float) -> None:
         times[name] += often

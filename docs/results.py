@@ -81,7 +81,7 @@ def _computing(source: str) -> str:
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(body := getattr(node, "body", None), list):
-            node.body = [each for each in body if not _is_text(each)]
+            body[:] = [each for each in body if not _is_text(each)]
     return ast.dump(tree)
 
 

@@ -202,7 +202,8 @@ def main() -> int:
     for mutant in mutants:
         groups[mutant.tests].append(mutant)
     with tempfile.TemporaryDirectory(prefix="mutants") as folder, ThreadPoolExecutor(WORKERS) as workers:
-        trees, build = SimpleQueue(), Path(folder) / "build"
+        trees: SimpleQueue[Path] = SimpleQueue()
+        build = Path(folder) / "build"
         build.mkdir()
         for number in range(WORKERS):
             trees.put(copy_tree(Path(folder) / str(number), build))

@@ -136,16 +136,17 @@ class Bench:
         given = args if sums is None else (*args, sums)
         donated = () if sums is None else (len(args),)
         lowered = jax.jit(function, donate_argnums=donated).lower(*given)
-        compiled = lowered.compile(options or inspect.recommended_compiler_options("gpu"))
+        chosen: dict[str, Any] = options or inspect.recommended_compiler_options("gpu")
+        compiled = lowered.compile(chosen)
         facts |= {"compile_s": round(time.perf_counter() - started, 2), **_memory(compiled)}
         if self._texts is not None and predict:
             self._texts.mkdir(parents=True, exist_ok=True)
-            text = gzip.compress(compiled.as_text().encode(), mtime=0)
-            (self._texts / f"{self.part}.{name.replace(' ', '_')}.hlo.gz").write_bytes(text)
+            packed = gzip.compress(_text(compiled).encode(), mtime=0)
+            (self._texts / f"{self.part}.{name.replace(' ', '_')}.hlo.gz").write_bytes(packed)
         if predict:
             facts |= self._predicted(compiled, predict)
         if self.compiles_only:
-            facts |= {"calls": _calls(compiled.as_text()), "bytes_outside_loops": _bytes(compiled)}
+            facts |= {"calls": _calls(_text(compiled)), "bytes_outside_loops": _bytes(compiled)}
             text = lowered.as_text()
             # The compiler expands a ragged_dot into products of all rows with each group's matrix, and the
             # compiled text does not show it.
@@ -211,7 +212,14 @@ def unordered_scatters(text: str) -> int:
 def error(found: Any, wanted: Any) -> float:
     """The norm of the difference over the norm of ``wanted``, in float64; NaN in ``found`` gives NaN."""
     found, wanted = (np.asarray(jax.device_get(a), np.float64) for a in (found, wanted))
-    return float(np.linalg.norm((found - wanted).ravel()) / max(np.linalg.norm(wanted.ravel()), 1e-30))
+    return float(np.linalg.norm((found - wanted).ravel())) / max(float(np.linalg.norm(wanted.ravel())), 1e-30)
+
+
+def _text(compiled: jax.stages.Compiled) -> str:
+    text = compiled.as_text()
+    # Some runtimes have no text of their programs; XLA's for GPUs does.
+    assert text is not None
+    return text
 
 
 def _timed(run: Callable[[], Any], seconds: float) -> tuple[float, float]:

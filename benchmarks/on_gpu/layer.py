@@ -6,7 +6,7 @@ bfloat16 and not summed. FLOPs are the model's: two for each weight that a token
 attention's scores; I and W count as one F each, and B as two, whatever the program computes.
 """
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,10 @@ import models
 from benchmarks.on_gpu.bench import Bench
 from dualpipe_jax.contract import At
 from dualpipe_jax.pair import side_by_side
+from dualpipe_jax.parallel.wire import Payload
 from dualpipe_jax.split import split_backward
 from dualpipe_jax.split.run import evaluate
+from models.kernels import MatmulKernel
 
 TOKENS = 4096
 
@@ -36,9 +38,9 @@ def forward_flops(c: models.Config, tokens: int) -> float:
 
 def layer(
     bench: Bench,
-    dispatch: str,
-    payload: str = "plain",
-    matmul: str = "auto",
+    dispatch: Literal["capacity", "dropless"],
+    payload: Payload = "plain",
+    matmul: MatmulKernel = "auto",
     units: str = "F B I W FB rounded",
 ) -> None:
     """Time F and the other ``units`` of a layer with one kind of dispatch, payload and matmul."""
@@ -48,8 +50,15 @@ def layer(
     numbers = models.v3(**changes, vocab=1024)
     factor = 1.0 if dispatch == "capacity" else None
     kernels = models.Kernels(matmul=matmul)
-    how = dict(dispatch=dispatch, capacity_factor=factor, payload=payload, kernels=kernels, platform="gpu")
-    model = models.deepseek(numbers, (1, 1, 1), **how)
+    model = models.deepseek(
+        numbers,
+        (1, 1, 1),
+        dispatch=dispatch,
+        capacity_factor=factor,
+        payload=payload,
+        kernels=kernels,
+        platform="gpu",
+    )
     kind = model.staged.kinds[model.layout.kinds[1]]
 
     def middle() -> Any:
@@ -86,7 +95,7 @@ def layer(
         return [*arguments[: len(arguments) - len(plan.sums)], *(sums[k] for k in plan.sums)]
 
     def backward(p: Any, x: Any, residuals: Any, d: Any, sums: Any) -> Any:
-        arguments = handed_in(plan.backward_arguments(p, x, *residuals, d), sums)
+        arguments = handed_in(plan.backward_arguments(p, x, residuals[0], residuals[1], d), sums)
         dparams, dx = plan.backward_results(evaluate(plan.programs.backward, arguments))
         return dx, added(dparams, sums)
 

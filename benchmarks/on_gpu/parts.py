@@ -136,7 +136,7 @@ def walks(bench: Bench) -> None:
         flops = 2.0 * rows * dim * hidden
         for stages, snake in WALKS:
             walk = mosaic.Walk(stages, snake)
-            facts = dict(flops=flops, seconds=0.03, stages=stages, snake=snake)
+            facts: dict[str, Any] = dict(flops=flops, seconds=0.03, stages=stages, snake=snake)
             by = functools.partial(mosaic._product_of_many_rows, tiles=tiles, walk=walk)
             bench.time(f"{name}: F", by, x, w, sizes, **facts)
             bench.time(f"{name}: dx", functools.partial(by, transpose=True), dy, w, sizes, **facts)
@@ -157,7 +157,7 @@ def _mosaic(bench: Bench) -> tuple[str, mosaic.Tiles]:
     return name, mosaic.TILES[name]
 
 
-JAX_TILES = dict(block_m=128, block_n=128, block_k=64, grid_block_n=8)
+JAX_TILES: dict[str, Any] = dict(block_m=128, block_n=128, block_k=64, grid_block_n=8)
 
 
 def _jax_product(x: Any, w: Any, sizes: Any) -> Any:

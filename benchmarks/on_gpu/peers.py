@@ -84,13 +84,13 @@ def _attention(timed: Timed, normal: Callable[..., Any]) -> None:
 
     heads, keys, values = 128, 192, 128
     q, k, v, d = (normal(1, heads, TOKENS, width) for width in (keys, keys, values, values))
-    attend = torch.nn.functional.scaled_dot_product_attention
+    attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True, scale=0.1)
     flops = heads * TOKENS * TOKENS * float(keys + values)
-    timed("sdpa: F", lambda: attend(q, k, v, is_causal=True, scale=0.1), flops)
+    timed("sdpa: F", lambda: attend(q, k, v), flops)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
 
     def both() -> None:
-        torch.autograd.grad(attend(*leaves, is_causal=True, scale=0.1), leaves, d)
+        torch.autograd.grad(attend(*leaves), leaves, d)
 
     timed("sdpa: F and B", both, 3.5 * flops)
 
@@ -104,7 +104,7 @@ def _generate(bench: Bench) -> None:
     except ModuleNotFoundError:
         bench.say("generate left out", reason="transformers is not installed")
         return
-    sizes = dict(
+    sizes: dict[str, Any] = dict(
         vocab_size=102400, hidden_size=2048, intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=9,
         first_k_dense_replace=1, num_attention_heads=16, num_key_value_heads=16, n_routed_experts=64,
         n_shared_experts=2, num_experts_per_tok=6, q_lora_rank=None, kv_lora_rank=512, qk_rope_head_dim=64,
@@ -145,7 +145,7 @@ def transformers_layer(
     import transformers
     from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modelling
 
-    how = dict(attn_implementation="sdpa", experts_implementation="grouped_mm")
+    how: dict[str, Any] = dict(attn_implementation="sdpa", experts_implementation="grouped_mm")
     config = transformers.DeepseekV3Config(**sizes, **how)
     with torch.device(device):
         layer = modelling.DeepseekV3DecoderLayer(config, 0).to(torch.bfloat16)

@@ -12,10 +12,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from benchmarks.sides.case import Case, Weights
 from dualpipe_jax import Out, Pipeline, StagedModel, make_mesh
 from dualpipe_jax.schedule import Schedule, gpipe, one_f_one_b, validate
 from dualpipe_jax.schedule.formats.torch_csv import from_torch_csv
-from sides.case import Case, Weights
 
 Named = dict[str, np.ndarray]
 Program = tuple[Callable[[], float], Callable[[], Named]]
@@ -138,7 +138,7 @@ def named(parts: dict[int, Any]) -> Named:
 
 def _program(step, arguments, names) -> Program:
     """A function that runs a compiled step with these arguments, and one that returns its last gradients."""
-    kept = []
+    kept: list[Any] = []
 
     def run():
         loss, grads = jax.block_until_ready(step(*arguments))

@@ -10,7 +10,7 @@ from torch import distributed as dist
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.nn import functional
 
-from sides.case import Case, Weights
+from benchmarks.sides.case import Case, Weights
 
 SCHEDULES = {
     "1F1B": schedules.Schedule1F1B,
@@ -43,6 +43,11 @@ def mixture(case: Case, layer: "Layer", x):
 
 class Layer(torch.nn.Module):
     """One block."""
+
+    norm: torch.nn.Parameter
+    up: torch.nn.Parameter
+    down: torch.nn.Parameter
+    router: torch.nn.Parameter
 
     def __init__(self, case: Case, weights: Named):
         super().__init__()
@@ -83,12 +88,14 @@ def plain(case: Case, weights: Weights) -> tuple[Callable[[], float], Callable[[
 
 def gradients(parts: dict[int, torch.nn.Sequential]) -> Named:
     """Gradients by leaf and number of layer; ``parts`` are by the number of their first layer."""
-    return {
-        f"{name}.{first + number}": parameter.grad.numpy()
-        for first, part in parts.items()
-        for number, layer in enumerate(part)
-        for name, parameter in layer.named_parameters()
-    }
+    found: Named = {}
+    for first, part in parts.items():
+        for number, layer in enumerate(part):
+            for name, parameter in layer.named_parameters():
+                # Every parameter takes part in the loss.
+                assert parameter.grad is not None
+                found[f"{name}.{first + number}"] = parameter.grad.numpy()
+    return found
 
 
 class Side:
@@ -131,7 +138,7 @@ class Side:
         def step():
             for part in parts.values():
                 part.zero_grad()
-            losses = []
+            losses: list[torch.Tensor] = []
             schedule.step(*given, target=target, losses=losses, return_outputs=False)
             return float(torch.stack(losses).detach().mean()) if target is not None else None
 

@@ -10,34 +10,50 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from benchmarks.sides import in_jax, in_torch
+    from benchmarks.sides.case import Case
+
+
+def make_side(
+    framework: str, case: "Case", number: int, port: int, folder: Path
+) -> "in_torch.Side | in_jax.Side":
+    """The side of a framework; the other framework is not imported."""
+    if framework == "torch":
+        from benchmarks.sides import in_torch
+
+        return in_torch.Side(case, number, port, folder)
+    from benchmarks.sides import in_jax
+
+    return in_jax.Side(case, number, port, folder)
 
 
 def main():
-    framework, text, number, port, folder = sys.argv[1:]
-    number, folder = int(number), Path(folder)
+    framework, text = sys.argv[1:3]
+    number, port = map(int, sys.argv[3:5])
+    folder = Path(sys.argv[5])
     cores = sorted(os.sched_getaffinity(0))
     # One core only, so that no thread pool can use a second one.
     os.sched_setaffinity(0, {cores[number % len(cores)]})
     os.environ |= {"OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
-    sys.path.append(str(Path(__file__).parent.parent))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # gloo prints messages to stdout
     import numpy as np
 
-    from sides.case import Case
+    from benchmarks.sides.case import Case
 
-    if framework == "torch":
-        from sides.in_torch import Side
-    else:
-        from sides.in_jax import Side
-
-    side, programs = Side(Case.from_text(text), number, int(port), folder), {}
+    side = make_side(framework, Case.from_text(text), number, port, folder)
+    programs: dict[str, tuple[Callable[[], float | None], Callable[[], dict[str, np.ndarray]]]] = {}
 
     def check(name):
         step, gradients = programs[name] = side.program(name)
         loss = step()
-        np.savez(folder / f"{framework}.{name}.{number}.npz", **gradients())
+        leaves: dict[str, Any] = gradients()
+        np.savez(folder / f"{framework}.{name}.{number}.npz", **leaves)
         return loss
 
     def measure(name):
