@@ -9,7 +9,6 @@ device has four of them, and rows for 1.25 times an even load, as a dropless pai
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +73,7 @@ def cycles_of(target: Target, product: Product, rows: int, dim: int, width: int,
     given = (*shapes, ((experts, dim, width), jnp.float32))
     structs = [jax.ShapeDtypeStruct(shape, dtype, sharding=lies) for shape, dtype in given]
     lowered = jax.jit(product, donate_argnums=3).lower(*structs)
-    options: dict[str, Any] = recommended_compiler_options("tpu", target.generation)
+    options = recommended_compiler_options("tpu", target.generation)
     compiled = lowered.compile(options)
     report = overlap(compiled, rates=tpu_rates(target.generation))
     return max(report.computations.values(), key=lambda time: time.cycles).cycles

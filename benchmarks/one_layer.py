@@ -87,7 +87,7 @@ def compile_layer(target: Target, remat: str, sequence: int) -> Any:
         check_vma=False,
     )
     lowered = jax.jit(mapped, donate_argnums=1).lower(own, own["layers"], x, x, tokens)
-    options: dict[str, Any] = recommended_compiler_options("tpu", target.generation)
+    options = recommended_compiler_options("tpu", target.generation)
     return lowered.compile(options)
 
 

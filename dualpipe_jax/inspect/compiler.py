@@ -1,5 +1,7 @@
 """Compiler options and environment variables that decide whether communication is hidden."""
 
+from typing import Any
+
 from dualpipe_jax.arguments import typechecked
 
 _EXPERIMENTAL = "xla_tpu_enable_all_experimental_scheduler_features"
@@ -38,7 +40,7 @@ PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 @typechecked
 def recommended_compiler_options(
     platform: str, generation: str | None = None, *, ahead_of_time: bool = False
-) -> dict[str, str]:
+) -> dict[str, Any]:
     """Return the compiler options with which the engine's step should be compiled.
 
     >>> options = recommended_compiler_options("tpu", "v5e")
