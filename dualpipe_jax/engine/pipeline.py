@@ -348,7 +348,10 @@ class Pipeline:
         """The leaf, copied to the host if it lies on devices from which a program of this mesh cannot take it."""
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.committed:
             return leaf
-        if leaf.sharding.device_set == set(self.mesh.devices.flat):
+        devices = [*self.mesh.devices.flat]
+        # In another order they are other devices to a program.
+        in_order = [*leaf.sharding.devices_indices_map(leaf.shape)] == devices
+        if leaf.sharding.device_set == set(devices) and (in_order or not leaf.is_fully_addressable):
             return leaf
         if is_key(leaf):
             data = jax.device_get(jax.random.key_data(leaf))

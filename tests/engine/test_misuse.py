@@ -483,3 +483,14 @@ def test_placing_is_compiled_once(caplog):
         again = step.unplace(step.place(more))
     assert not [line for line in caplog.messages if "Compiling" in line]
     np.testing.assert_array_equal(again["stages"]["w"], more["stages"]["w"])
+
+
+def test_parameters_are_placed_from_a_mesh_of_the_same_devices_in_another_order():
+    params, _ = arguments()
+    params["shared"]["key"] = jax.random.key(3)
+    orders = jax.devices()[:2], jax.devices()[1::-1]
+    model = StagedModel({"middle": stage}, ("middle",) * 2)
+    there, here = (Pipeline(model, one_f_one_b(2, MICROBATCHES), make_mesh(2, devices=d)) for d in orders)
+    moved = here.unplace(here.place(there.place(params)))
+    assert moved["shared"]["key"] == params["shared"]["key"]
+    np.testing.assert_array_equal(moved["stages"]["w"], params["stages"]["w"])
