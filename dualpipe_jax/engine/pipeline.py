@@ -145,6 +145,11 @@ class Pipeline:
             checks.check_choice("divergence", self.divergence, Divergence)
         checks.check_dtypes(compute_dtype=self.compute_dtype, accumulate_dtype=self.accumulate_dtype)
         checks.check_frozen(self.frozen)
+        for name in ("param_specs", "storage_specs", "compute_dtype", "frozen"):
+            given = getattr(self, name)
+            # A single dtype is that of all leaves.
+            if given is not None and (name != "compute_dtype" or isinstance(given, dict)):
+                checks.check_prefix_keys(name, given)
 
     @functools.cached_property
     def value_and_grad(self) -> Callable[..., tuple[tuple[jax.Array, Report], Tree]]:
@@ -369,7 +374,6 @@ class Pipeline:
         def per_leaf(name: str, default: Any) -> Tree:
             given = getattr(self, name)
             given = {} if given is None else given
-            checks.check_prefix_keys(name, given)
             return {part: broadcast(given.get(part), one[part], default, name) for part in one}
 
         used = per_leaf("param_specs", PartitionSpec())

@@ -343,6 +343,12 @@ def test_frozen_is_said_by_bools():
         with pytest.raises(ValueError, match=re.escape(f"{words}: give True for what has no gradient, else")):
             pipeline(frozen=given)
     pipeline(frozen={"stages": {"w": np.False_, "more": None}})
+    for given in (True, {"stage": True}):  # ``trained`` took the second for nothing frozen
+        with pytest.raises(ValueError, match="frozen must be a dict with keys among"):
+            pipeline(frozen=given)
+    for name in ("param_specs", "storage_specs", "compute_dtype"):
+        with pytest.raises(ValueError, match=f"{name} must be a dict with keys among .*, got .'stage'"):
+            pipeline(**{name: {"stage": None}})
 
 
 def test_only_what_was_placed_here_is_brought_back():
