@@ -23,7 +23,7 @@ from dualpipe_jax.contract import (
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.kinds import sum_marked
 from dualpipe_jax.engine.stages import is_listed
-from dualpipe_jax.engine.trees import as_metric, sum_dtype
+from dualpipe_jax.engine.trees import as_metric, sum_dtype, types_of
 from dualpipe_jax.parallel.expert_plan import DROPPED
 from dualpipe_jax.parallel.mesh import AXES
 from dualpipe_jax.split.marks import capture_marked
@@ -126,13 +126,22 @@ def _as_given(wide: Tree, params: Tree) -> Tree:
 def num_stages_of(stages: Tree) -> int:
     """The number of stages of leaves [num_stages, ...] or of a list of one tree for each stage.
 
-    Raises ValueError if there are no leaves, or their leading dims differ.
+    Raises ValueError if there are no leaves, if their leading dims differ, or for a list that may be either.
     """
-    if isinstance(stages, list):
-        return len(stages)
     shapes = [leaf.shape for leaf in jax.tree.leaves(stages)]
     counts = {shape[:1] for shape in shapes}
-    if len(counts) != 1 or () in counts:
+    stacked = len(counts) == 1 and () not in counts
+    if isinstance(stages, list):
+        alike = all(types_of(tree) == types_of(stages[0]) for tree in stages)
+        if not stacked:
+            return len(stages)
+        if alike and shapes[0][0] != len(stages):
+            raise ValueError(
+                f"params['stages'] is a list of {len(stages)} alike trees of leaves [{shapes[0][0]}, ...]: that may be "
+                f"{len(stages)} stages, or one tree of {shapes[0][0]}. Stack the first, jax.tree.map(lambda *leaves: "
+                "jnp.stack(leaves), *stages), or give the second as a tuple."
+            )
+    if not stacked:
         raise ValueError(
             "params['stages'] must have leaves of one leading dim, the number of stages: [num_stages, ...]; their "
             f"shapes are {', '.join(map(str, shapes)) or 'none'}."

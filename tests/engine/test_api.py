@@ -16,6 +16,7 @@ from dualpipe_jax import (
     pipeline_value_and_grad,
     place_stages,
     reference_value_and_grad,
+    sequential_loss,
     sequential_value_and_grad,
     unplace_stages,
 )
@@ -116,6 +117,26 @@ def test_the_oracle_is_not_of_as_many_stages_as_it_likes(shapes):
         sequential_value_and_grad(model)(params, x, x)
     with pytest.raises(ValueError, match="params must be a dict with the keys .'shared', 'stages'., got"):
         reference_value_and_grad(model)(params, {"inputs": x, "targets": x})
+
+
+def test_the_oracle_reads_a_list_as_the_pipeline_does_or_not_at_all():
+    """It took two leaves of four stages for two stages, and gave another loss."""
+    model = PipelineModel(
+        lambda p, x: x * p, lambda p, x: x * p[0] + jnp.sum(p[1]), lambda p, x, t: jnp.mean((x * p - t) ** 2)
+    )
+    x, want = jnp.ones((2, 2, 3)), 1.0
+    for scale in range(1, 5):
+        want = want * scale + 2
+    stages = [jnp.arange(1.0, 5.0), jnp.ones((4, 2))]
+    params = {"embed": jnp.ones(()), "stages": stages, "head": jnp.ones(())}
+    np.testing.assert_allclose(sequential_loss(model)(params, x, x), (want - 1) ** 2, rtol=1e-6)
+    alike = params | {"stages": [stages[0], jnp.full(4, 2.0)]}
+    with pytest.raises(
+        ValueError, match="2 alike trees of leaves .4, .*: that may be 2 stages, or one tree of 4"
+    ):
+        sequential_loss(model)(alike, x, x)
+    as_tuple = alike | {"stages": tuple(alike["stages"])}
+    np.testing.assert_allclose(sequential_loss(model)(as_tuple, x, x), (want - 1) ** 2, rtol=1e-6)
 
 
 def test_a_stage_may_have_nothing_to_say_besides():
