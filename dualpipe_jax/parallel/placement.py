@@ -81,26 +81,25 @@ def _copy_order(devices: np.ndarray, N: int, size: int, near: bool) -> np.ndarra
     copies = len(devices)
     if not near:
         return (np.arange(N)[:, None] + np.arange(copies)) % copies
-    left = np.full(copies, N)
+    left = [N] * copies
     turns: list[list[int]] = [[] for _ in range(N)]
-
-    def assign_copy(device: int, choice: np.ndarray) -> None:
-        # Each device prefers another one of equally unused copies: few tokens must not all go to the first copy.
-        copy = min(choice, key=lambda copy: (-left[copy], (copy - device) % copies))
-        turns[device].append(int(copy))
-        left[copy] -= 1
-
-    for copy, device in enumerate(devices):
+    for copy, device in enumerate(devices.tolist()):
         turns[device] = [copy] * copies
         left[copy] -= copies
-    for within_node in (True, False):
+    on_node: list[list[int]] = [[] for _ in range(N // size)]
+    for copy, node in enumerate((devices // size).tolist()):
+        on_node[node].append(copy)
+    for near_copies in (on_node, [[*range(copies)]] * len(on_node)):
         # Every device takes one turn per round, so that none takes all copies near it.
         for _ in range(copies):
             for device in range(N):
-                there = devices // size == device // size if within_node else np.full(copies, True)
-                choice = np.flatnonzero(there & (left > 0))
-                if len(turns[device]) < copies and len(choice):
-                    assign_copy(device, choice)
+                if len(turns[device]) == copies:
+                    continue
+                if choice := [copy for copy in near_copies[device // size] if left[copy]]:
+                    # Each device prefers another one of equally unused copies: few tokens must not all go to the first.
+                    _, _, copy = min((-left[copy], (copy - device) % copies, copy) for copy in choice)
+                    turns[device].append(copy)
+                    left[copy] -= 1
     return np.array(turns)
 
 
