@@ -18,6 +18,7 @@ CHECKED_VALUES = (
     "a loss",
     "the gradient of the stage's input",
     "a gradient of parameters",
+    "a gradient of the batch",
 )
 """The values that are checked at each tick; ``what`` in ``State.first_bad`` is the number of one of them."""
 
@@ -25,8 +26,8 @@ CHECKED_VALUES = (
 def record_first_bad(state: State, row: Row, tick: jax.Array) -> State:
     """The state with ``first_bad`` set to (tick, what, stage, microbatch) if this tick made the first bad value."""
     y, dx = (state.under_way.get(payload) for payload in ("y", "dx"))
-    sums = state.own, state.shared, state.batch
-    bad = jnp.stack([~_all_finite(tree) for tree in (y, state.losses, dx, sums)])
+    sums = state.own, state.shared
+    bad = jnp.stack([~_all_finite(tree) for tree in (y, state.losses, dx, sums, state.batch)])
     what = jnp.argmax(bad).astype(jnp.int32)
     stage, microbatch = (
         jnp.where(what < 2, row[f"F_{name}"], row[f"G_{name}"]) for name in ("stage", "microbatch")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dualpipe_jax import PipelineModel, make_mesh, pipeline_value_and_grad
+from dualpipe_jax import Out, Pipeline, PipelineModel, StagedModel, make_mesh, pipeline_value_and_grad
 from dualpipe_jax.schedule import dualpipe, one_f_one_b, zb_h1
 from tests.engine import models
 from tests.engine.models import quick
@@ -71,6 +71,22 @@ def test_a_head_is_told_from_the_stage_before_it():
     said = message(one_f_one_b, models.MLP.stage, head_loss, jnp.zeros_like(inputs), targets)
     assert "the loss is nan" in said
     assert "is a loss, in the forward of microbatch 3 at stage 1" in said
+
+
+def test_a_gradient_of_the_batch_is_told_from_those_of_parameters():
+    """That of a root of zero is infinite; the parameter's is one."""
+
+    def stage(own, shared, x, at):
+        return Out(losses={"loss": jnp.mean(jnp.sqrt(at.batch)) + own})
+
+    model, schedule = StagedModel({"only": stage}, ("only",)), one_f_one_b(1, 2)
+    step = Pipeline(model, schedule, make_mesh(1), input_grads=True, debug_nans=True).value_and_grad
+    with pytest.raises(
+        Exception, match="is a gradient of the batch, in the backward of microbatch 1 at stage 0"
+    ):
+        batch = jnp.stack([jnp.ones(2), jnp.zeros(2)])
+        jax.block_until_ready(step({"stages": jnp.ones(1), "shared": {}}, batch))
+        jax.effects_barrier()
 
 
 def test_watching_makes_xla_warn_of_nothing(capfd):
