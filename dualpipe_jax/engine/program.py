@@ -142,7 +142,7 @@ class Program:
         given = lax.map(weights, self.batch)
         every = self.schedule.num_microbatches * step.num_parts
         axes = step.batch_axes
-        return {name: w * (every / lax.psum(jnp.sum(w), axes)) if w.ndim else w for name, w in given.items()}
+        return {name: w * (every / lax.psum(jnp.sum(w), axes)) for name, w in given.items()}
 
     # ------------------------------------------------------------------- the scan
 
