@@ -336,7 +336,8 @@ def _sort_arrivals(received_NL: Array, width: int) -> tuple[Array, Array]:
     run_R = jnp.searchsorted(into_LN.reshape(-1), row_R, side="right", method="scan_unrolled")
     run_R = run_R.astype(jnp.int32) - 1
     shift_LN = from_NL.T - into_LN
-    arrival_R = jnp.where(row_R < received_NL.sum(), row_R + shift_LN.reshape(-1)[run_R], R)
+    filled = jnp.sum(received_NL, dtype=jnp.int32)
+    arrival_R = jnp.where(row_R < filled, row_R + shift_LN.reshape(-1)[run_R], R)
 
     place_W = jnp.arange(width, dtype=jnp.int32)
     expert_NW = jnp.sum(place_W[None, :, None] >= ends_NL[:, None, :], axis=-1, dtype=jnp.int32)

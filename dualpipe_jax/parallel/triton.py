@@ -101,7 +101,7 @@ def product(
     moved = (x_RD.size + w_GDF.size + rows * width) * x_RD.dtype.itemsize
     y_RF = call_traced_once(run, _cost(x_RD, width, moved), x_RD, w_GDF, sizes_G)
     # The kernel does not write rows of no group: they may hold anything.
-    filled_R = jnp.arange(rows, dtype=jnp.int32) < jnp.sum(sizes_G)
+    filled_R = jnp.arange(rows, dtype=jnp.int32) < jnp.sum(sizes_G, dtype=jnp.int32)
     return jnp.where(filled_R[:, None], y_RF, 0)
 
 

@@ -220,6 +220,18 @@ def test_bfloat16_rows_are_summed_in_float32(method):
     np.testing.assert_allclose(np.asarray(out, np.float32), wanted.astype(np.float32), rtol=1e-2)
 
 
+def test_a_plan_is_the_same_where_jax_has_64_bits():
+    """And promotes nothing: a sum of int32 is int64 there."""
+    topk, rows = choices(TOKENS), np.arange(TOKENS, dtype=np.float32)[:, None]
+
+    def sent():
+        return on_devices(2, lambda rows, topk: dispatch(rows, plan_of("dropless")(topk)))(rows, topk)
+
+    want = sent()
+    with jax.enable_x64(True):
+        np.testing.assert_array_equal(sent(), want)
+
+
 def test_count_is_exact_and_integer():
     topk = choices(1000)
     counts = count(topk, E)

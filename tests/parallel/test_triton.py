@@ -39,6 +39,13 @@ def test_values_and_gradients_are_those_of_a_loop_over_groups(case, dtype, inter
     check_values_and_gradients(got, given, **tolerance)
 
 
+def test_values_are_the_same_where_jax_has_64_bits():
+    x, w, sizes = jnp.ones((4, 8)), jnp.arange(16.0).reshape(2, 8, 1), jnp.array([1, 2], jnp.int32)
+    with jax.enable_x64(True):
+        y = triton.product(x, w, sizes, interpret=True)
+    np.testing.assert_array_equal(y[:, 0], [28, 92, 92, 0])
+
+
 @pytest.mark.parametrize("tile", [1, 4, 16])
 @pytest.mark.parametrize("sizes", [(3, 0, 5, 4), (0, 0, 0), (12,), (0, 1, 11), (5, 0, 0)])
 def test_each_groups_rows_are_walked_once(tile, sizes):
