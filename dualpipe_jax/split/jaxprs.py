@@ -283,8 +283,8 @@ def collectives(eqns: Iterable[Any]) -> dict[str, frozenset[str]]:
     found: dict[str, frozenset[str]] = {}
     for eqn in itertools.chain.from_iterable(map(_walk, eqns)):
         axes = {effect.name for effect in eqn.effects if type(effect).__name__ == "NamedAxisEffect"}
-        # ppermute is the only collective without a NamedAxisEffect.
-        if eqn.primitive.name == "ppermute":
+        # These collectives have no NamedAxisEffect.
+        if eqn.primitive.name in ("ppermute", "pbroadcast", "pbroadcast_dynamic"):
             axes = set(eqn.params["axis_name"])
         # A loop has the effects of all equations in it, also of an axis_index, which exchanges nothing.
         if (

@@ -196,6 +196,22 @@ def test_a_loss_beside_the_output_that_is_a_mean_over_ep():
     assert plans[-1].y[1]["count"].dtype == jnp.int32
 
 
+def test_a_broadcast_that_is_recomputed_is_the_input_parts():
+    """Only GPUs run it, so it is traced and not run."""
+    layer = jax.checkpoint(lambda w, x: jnp.sin(lax.pbroadcast(lax.stop_gradient(x), ("ep",), 0) @ w) + x)
+    plans = []
+
+    def on_device(x):
+        plans.append(split_backward(layer).trace(jnp.ones((WIDTH, WIDTH)), x))
+        return x
+
+    jax.eval_shape(
+        jax.shard_map(on_device, mesh=MESH, in_specs=P("ep"), out_specs=P("ep"), check_vma=False), X
+    )
+    assert applied(plans[0], "input")["pbroadcast"] and not applied(plans[0], "weight")["pbroadcast"]
+    assert all(plans[0].collectives(part) == {"pbroadcast": {"ep"}} for part in ("forward", "backward"))
+
+
 def test_all_primitives_are_named_those_of_a_backward_of_the_users_own_too():
     """A permute that only the backward does."""
 
