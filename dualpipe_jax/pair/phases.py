@@ -30,9 +30,7 @@ FLOPS_A_BYTE = 450
 460 on v5p, 440 to 560 on v5e (libtpu 0.0.42.1). Published figures are 166 for v5p, 240 for v5e and 295 for an
 H100. Only the shares of work depend on it."""
 
-_ALIASING = frozenset(
-    {"name", "split", "stack", "reshape", "squeeze", "expand_dims", "stop_gradient", "pvary", "pcast"}
-)
+_ALIASING = frozenset({"name", "split", "stack", "reshape", "squeeze", "stop_gradient", "pvary"})
 """Primitives whose output shares the memory of their input."""
 
 _PARTIAL_READS = frozenset({"gather", "dynamic_slice"})

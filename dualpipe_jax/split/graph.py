@@ -199,8 +199,8 @@ def _names(text: str) -> frozenset[str]:
 
 VIEWS = _names(
     """
-    bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy copy_p device_put expand_dims
-    optimization_barrier pcast pvary reduce_precision reshape rev slice squeeze stop_gradient transpose
+    bitcast_convert_type broadcast_in_dim concatenate convert_element_type copy device_put
+    optimization_barrier pvary reduce_precision reshape rev slice squeeze stop_gradient transpose
     """
 )
 """Primitives that only move or cast their inputs: to recompute them costs nothing compared with storing the result."""
@@ -216,7 +216,7 @@ ARITHMETIC = VIEWS | _names(
 CHEAP = ARITHMETIC | _names(
     """
     acos acosh argmax argmin asin asinh atan atan2 atanh axis_index cbrt ceil conj cos cosh cumsum
-    digamma div empty empty2 erf erf_inv erfc exp exp2 expm1 floor full imag iota is_finite lgamma
+    digamma div empty empty2 erf erf_inv erfc exp exp2 expm1 floor imag iota is_finite lgamma
     log log1p logistic nextafter pad population_count pow real reduce_and reduce_max reduce_min
     reduce_or reduce_prod reduce_sum rem round rsqrt shift_left shift_right_arithmetic
     shift_right_logical sin sinh sqrt tan tanh

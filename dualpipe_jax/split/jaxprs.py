@@ -31,13 +31,11 @@ WEIGHT_PART = "dualpipe_weight_part"
 """A jitted function of this name is a part of a weight gradient: the split never moves it into I."""
 
 _SCALARS = (bool, int, float, complex, np.generic)
-_REMAT = frozenset({"remat2", "checkpoint", "remat"})
-_CUSTOM = frozenset({"custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"})
-_CALLS = frozenset({"pjit", "jit", "closed_call", "core_call"})
-_INLINED = _REMAT | _CUSTOM | _CALLS
+_REMAT = "remat2"
+_CALLS = frozenset({"jit", "closed_call"})
+_INLINED = _CALLS | {_REMAT, "custom_jvp_call", "custom_vjp_call"}
 _KERNELS = frozenset({"pallas_call", "mpmd_map", "core_map"})
-"""Primitives of Pallas kernels: ``pl.pallas_call``, and those of ``plgpu.kernel`` and ``pl.kernel``: ``mpmd_map`` from
-jax 0.10 on, ``core_map`` before."""
+"""Primitives of Pallas kernels: of ``pl.pallas_call``, ``plgpu.kernel`` and ``pl.kernel``, and ``pl.core_map``."""
 
 # Separates the forward from the backward in a joint trace: it reads y and returns the cotangents.
 cotangents_p = jex.Primitive("dualpipe_cotangents")
@@ -89,7 +87,7 @@ class Reader:
             return inputs
         if name == "scan":
             node: Node = self._scan(eqn, inputs, scope)
-        elif name in _REMAT:
+        elif name == _REMAT:
             node = self._remat(eqn, inputs, scope)
         elif name == "cond":
             node = self._cond(eqn, inputs, scope)
@@ -99,8 +97,8 @@ class Reader:
         return node.outputs
 
     def _inline(self, eqn: Any, inputs: list[Atom], scope: str) -> list[Atom]:
-        inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in eqn.params)
-        if eqn.primitive.name in _REMAT and eqn.params["differentiated"]:
+        inner = next(eqn.params[key] for key in ("jaxpr", "call_jaxpr") if key in eqn.params)
+        if eqn.primitive.name == _REMAT and eqn.params["differentiated"]:
             inputs = self._add_barriers(eqn.params["prevent_cse"], inputs)
         was_pinned, self._pinned = self._pinned, self._pinned or eqn.params.get("name") == WEIGHT_PART
         outputs = self.read(*_open_jaxpr(inner), inputs, scope)

@@ -12,9 +12,6 @@ from jax import lax
 from dualpipe_jax.split.graph import Atom, Cond, Constant, Equation, Node, Program, Scan, Value
 from dualpipe_jax.varying import vary, vary_alike, varying_axes
 
-_CASTS = frozenset({"pvary", "pcast"})
-"""Primitives that change only the mesh axes over which a value's type varies."""
-
 
 def evaluate(program: Program, arguments: Sequence[Any]) -> list[Any]:
     """Run a program on arrays or tracers; an argument that no equation reads may be None."""
@@ -46,7 +43,7 @@ def run(nodes: Sequence[Node], known: dict[Value, Any]) -> None:
 
 def _bind(equation: Equation, known: dict[Value, Any]) -> Sequence[Any]:
     inputs = [known[a] if isinstance(a, Value) else _operand(a) for a in equation.inputs]
-    if equation.name in _CASTS and equation.params.get("to", "varying") == "varying":
+    if equation.name == "pvary":
         return [vary(array, value.varying) for array, value in zip(inputs, equation.outputs, strict=True)]
     if _extra_axes(equation.inputs, inputs) and len({atom.kind.varying for atom in equation.inputs}) == 1:
         inputs = vary_alike(inputs)
