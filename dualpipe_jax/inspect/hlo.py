@@ -25,6 +25,8 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"?(\d+)')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"?(\d+)')
+_INTEGER = re.compile(r"-?\d+")
+_INDEX = re.compile(r"\bindex=(\d+)")
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<= ]*)\]")
 _BITS = re.compile(r"[a-z]+(\d+)")
 _COMPUTATION_ENDS = ("}, execution_thread", "} //")
@@ -63,6 +65,8 @@ class Instruction:
       calls: the computations that it runs.
       op_name: JAX's name stack (``metadata={op_name=...}``), empty where the compiler kept none.
       cycles: the TPU compiler's ``estimated_cycles``; None where it gave none (copies, Pallas calls, GPU, CPU).
+      trips: the number of iterations of a loop; None if neither the compiler nor the loop's own text tells it.
+      integer: the value of a constant of one integer; None for other instructions.
       attributes: the rest of the line; ``config`` is its ``backend_config``.
       is_root: whether it is the computation's result.
     """
@@ -76,6 +80,8 @@ class Instruction:
     cycles: int | None
     attributes: str
     is_root: bool
+    trips: int | None = None
+    integer: int | None = None
 
     @property
     def arrays(self) -> tuple[Array, ...]:
@@ -96,11 +102,6 @@ class Instruction:
     def target(self) -> str:
         """The target of a custom call; empty for other instructions."""
         return m[1] if (m := _TARGET.search(self.attributes)) else ""
-
-    @property
-    def trips(self) -> int | None:
-        """The number of iterations of a loop; None if the compiler does not know it."""
-        return int(m[1]) if (m := _TRIPS.search(self.attributes)) else None
 
     def called(self, *roles: str) -> tuple[str, ...]:
         """Return the names of the computations that it runs in these roles; in any role if none is given."""
@@ -256,6 +257,12 @@ def read(program: Any) -> Module:
         )
     name = m[1] if (m := re.match(r"HloModule ([^\s,]+)", text)) else ""
     computations = {key: Computation(key, instructions) for key, instructions in found.items()}
+    counted = _Counters(computations).trips
+    computations |= {
+        key: Computation(key, tuple(dataclasses.replace(i, trips=counted.get(i.name, i.trips)) for i in each))
+        for key, each in computations.items()
+        if any(i.name in counted for i in each)
+    }
     return Module(name, computations, entry, "is_scheduled=true" in text[: text.find("\n")])
 
 
@@ -292,7 +299,8 @@ def _instruction(head: re.Match[str], line: str) -> Instruction:
     attributes = line[end + 1 :].lstrip(", ")
     plain = attributes.partition("backend_config=")[0]
     name = _OP_NAME.search(plain)
-    cycles = _CYCLES.search(attributes)
+    cycles, trips = _CYCLES.search(attributes), _TRIPS.search(attributes)
+    integer = _INTEGER.fullmatch(line, head.end(), end) if head[4] == "constant" else None
     return Instruction(
         name=head[2],
         opcode=head[4],
@@ -303,6 +311,8 @@ def _instruction(head: re.Match[str], line: str) -> Instruction:
         cycles=int(cycles[1]) if cycles else None,
         attributes=attributes,
         is_root=head[1] is not None,
+        trips=int(trips[1]) if trips else None,
+        integer=int(integer[0]) if integer else None,
     )
 
 
@@ -334,3 +344,88 @@ def _called_line_by_line(instruction: Instruction) -> Iterator[tuple[str, str]]:
         yield from ((f"branch {k}", name) for k, name in enumerate(instruction.called("branch")))
     elif instruction.opcode == "call":
         yield from (("", name) for name in instruction.called("to_apply", "calls"))
+
+
+class _Counters:
+    """Counts the trips of loops of which the compiler tells nothing, as on TPUs, from their counters.
+
+    Counted are loops such as ``lax.scan`` makes: a number that begins with a constant and grows by a constant, while it
+    is less than a constant. Constants may be handed down through loops that leave them unchanged.
+
+    Attributes:
+      trips: the number of iterations, by the name of the ``while``.
+    """
+
+    def __init__(self, computations: Mapping[str, Computation]):
+        self._computations = computations
+        loops = [(c, i) for c in computations.values() for i in c if i.opcode == "while"]
+        self._loops = {name: loop for loop in loops for name in loop[1].called("body", "condition")}
+        counts = {loop.name: self._count(holder, loop) for holder, loop in loops if loop.trips is None}
+        self.trips = {name: count for name, count in counts.items() if count is not None}
+
+    def _count(self, holder: Computation, loop: Instruction) -> int | None:
+        condition, body = (
+            next((self._computations.get(name) for name in loop.called(role)), None)
+            for role in ("condition", "body")
+        )
+        test = condition.root if condition else None
+        if condition is None or body is None or test is None or "direction=LT" not in test.attributes:
+            return None
+        place, end = self._place(condition, test, 0), self._operand(condition, test, 1)
+        step = _through_copies(body, self._carried(body, place))
+        if place is None or step is None or step.opcode != "add" or self._place(body, step, 0) != place:
+            return None
+        begin = self._integer(holder, self._begun(holder, loop, place))
+        last, by = self._integer(condition, end), self._integer(body, self._operand(body, step, 1))
+        if begin is None or last is None or by is None or by < 1:
+            return None
+        return max(0, math.ceil((last - begin) / by))
+
+    def _integer(self, computation: Computation, made: Instruction | None) -> int | None:
+        """Return the value of an instruction, if it is a constant of this loop or of one around it."""
+        if made is None or made.opcode != "get-tuple-element":
+            return None if made is None else made.integer
+        place, found = self._index(computation, made), self._loops.get(computation.name)
+        if place is None or found is None:
+            return None
+        holder, loop = found
+        body = next((self._computations.get(name) for name in loop.called("body")), None)
+        if body is None or self._index(body, _through_copies(body, self._carried(body, place))) != place:
+            return None
+        return self._integer(holder, self._begun(holder, loop, place))
+
+    def _begun(self, holder: Computation, loop: Instruction, place: int) -> Instruction | None:
+        """Return what a loop's state holds in a place at first."""
+        state = holder.by_name.get(loop.operands[0])
+        return self._operand(holder, state, place) if state and state.opcode == "tuple" else None
+
+    def _carried(self, body: Computation, place: int | None) -> Instruction | None:
+        """Return what a loop's state holds in a place after an iteration."""
+        root = body.root
+        return (
+            body.by_name.get(root.operands[place])
+            if root and root.opcode == "tuple" and place is not None
+            else None
+        )
+
+    def _place(self, computation: Computation, instruction: Instruction, number: int) -> int | None:
+        return self._index(computation, self._operand(computation, instruction, number))
+
+    @staticmethod
+    def _operand(computation: Computation, instruction: Instruction, number: int) -> Instruction | None:
+        names = instruction.operands[number : number + 1]
+        return _through_copies(computation, computation.by_name.get(names[0]) if names else None)
+
+    @staticmethod
+    def _index(computation: Computation, made: Instruction | None) -> int | None:
+        """Return the place in a loop's state that an instruction reads."""
+        if made is None or made.opcode != "get-tuple-element":
+            return None
+        source, index = computation.by_name.get(made.operands[0]), _INDEX.search(made.attributes)
+        return int(index[1]) if index and source is not None and source.opcode == "parameter" else None
+
+
+def _through_copies(computation: Computation, made: Instruction | None) -> Instruction | None:
+    while made is not None and made.opcode in ("copy", "copy-start", "copy-done", "bitcast"):
+        made = computation.by_name.get(made.operands[0])
+    return made

@@ -93,7 +93,7 @@ def overlap(
         op_name, else to the forward if one of ``forward`` does, else to neither (``unknown``). A fusion has the
         direction of its matrix products. Named scopes work: ``backward=("my_backward_scope",)``.
       matmul_calls: regular expressions for targets of custom calls that are matrix products.
-      trips: numbers of trips of loops for which the compiler does not know them, by a regular expression that is
+      trips: numbers of trips of loops that data end (the text tells those of others), by a regular expression that is
         searched in the name of the body and the loop's op_name; the first match counts, and a loop without one has 1
         trip. For a guard of zero or one trips this chooses the tick: ``{"pair": 1, ".": 0}``.
       statistics: results of ``parse_statistics`` from the TPU compiler's log of this compilation; the report shows

@@ -22,7 +22,7 @@ class Products(NamedTuple):
 def products(report: OverlapReport, module: Module, computation: str) -> Products:
     """Count the matrix products of a computation that runs line by line; a conditional counts its longest branch.
 
-    A loop counts its body times its trips, or once if the compiler does not know them.
+    A loop counts its body times its trips, or once if data end it.
 
     >>> import jax, jax.numpy as jnp
     >>> from dualpipe_jax import inspect

@@ -137,3 +137,62 @@ def test_a_large_text_is_read():
     text = "\n".join([header, *many, "ENTRY " + entry])
     assert len(text) > 6.7e6
     assert len(read(text).computations) > 900
+
+
+COUNTS = """HloModule counts, is_scheduled=true
+
+%inner (s: (s32[], s32[])) -> (s32[], s32[]) {
+  %s = (s32[], s32[]) parameter(0)
+  %k = s32[] get-tuple-element(%s), index=0
+  %by = s32[] get-tuple-element(%s), index=1
+  %next = s32[] add(%k, %by)
+  ROOT %out = (s32[], s32[]) tuple(%next, %by)
+}
+
+%is_less (t: (s32[], s32[])) -> pred[] {
+  %t = (s32[], s32[]) parameter(0)
+  %j = s32[] get-tuple-element(%t), index=0
+  %end = s32[] constant(END)
+  ROOT %lt = pred[] compare(%j, %end), direction=LT
+}
+
+ENTRY %main (x: s32[]) -> (s32[], s32[]) {
+  %x = s32[] parameter(0)
+  %from = s32[] constant(FROM)
+  %copied = s32[] copy(%from)
+  %step = s32[] constant(STEP)
+  %begin = (s32[], s32[]) tuple(%copied, %step)
+  ROOT %loop = (s32[], s32[]) while(%begin), condition=%is_less, body=%inner
+}
+"""
+
+
+@pytest.mark.parametrize(
+    "begin, end, step, trips",
+    [(0, 5, 1, 5), (1, 20, 3, 7), (2, 11, 3, 3), (-2, 1, 1, 3), (5, 5, 1, 0), (9, 5, 1, 0), (0, 5, 0, None)],
+)
+def test_trips_that_the_compiler_does_not_tell_are_counted(begin, end, step, trips):
+    def read_loop(text):
+        for name, number in {"FROM": begin, "END": end, "STEP": step}.items():
+            text = text.replace(f"({name})", f"({number})")
+        return read(text).computations["main"].by_name["loop"].trips
+
+    assert read_loop(COUNTS) == trips
+    assert trips is None or trips == len(range(begin, end, step))
+    # Loops that data end, that count otherwise, or whose step another iteration changes.
+    for known, other in {
+        "tuple(%copied, %step)": "tuple(%x, %step)",
+        "constant(END)": "get-tuple-element(%t), index=0",
+        "direction=LT": "direction=NE",
+        "tuple(%next, %by)": "tuple(%next, %k)",
+        "add(%k, %by)": "multiply(%k, %by)",
+    }.items():
+        assert read_loop(COUNTS.replace(known, other)) is None, other
+
+
+def test_a_text_of_a_tpu_has_the_trips_of_its_scan_and_none_of_its_guard():
+    """Which tell nothing of either; the scan is over five ticks, as ``make_texts`` makes it."""
+    text = (Path(__file__).parent / "texts" / "v5e_ticks.hlo").read_text()
+    assert "known_trip_count" not in text
+    loops = {i.name: i.trips for c in read(text).computations.values() for i in c if i.opcode == "while"}
+    assert loops == {"while.24": 5, "while.25": None}

@@ -106,7 +106,8 @@ def test_send_around_a_guard():
     assert send.context == "main.6_spmd/while.24 body"
     (guard,) = [w for w in send.between if w.opcode == "while"]
     assert guard.matmuls == {"forward": 1} and guard.direction == "forward"
-    body = found.computations["wide.region_1.1_spmd.sunk"]
+    body, tick = (found.computations[f"wide.region_{name}_spmd.sunk"] for name in ("1.1", "0.3"))
+    assert found.computations["main.6_spmd"].cycles == pytest.approx(5 * tick.cycles, rel=0.01)
     assert guard.cycles == pytest.approx(body.cycles, rel=0.01) and body.cycles > 300e3
     idle = report("v5e_ticks", trips={"region_1": 0, "region_0": 5})
     assert [w.cycles for w in idle.collectives[0].between if w.opcode == "while"] == [0]
