@@ -11,7 +11,7 @@ from dualpipe_jax.installing import install_command
 from dualpipe_jax.profile.measure import Measured
 from dualpipe_jax.profile.picture import draw
 from dualpipe_jax.profile.timelines import TIMELINES_FILE, DrawnTimeline, draw_simulated, draw_spans
-from dualpipe_jax.schedule import Timeline, lower, simulate, to_chrome_trace, to_json
+from dualpipe_jax.schedule import CostModel, Timeline, lower, simulate, to_chrome_trace, to_json
 
 COSTS, TRACE, PICTURE, MEASURED = "costs.json", "timeline.trace", "timeline.png", "measured.json"
 _PROCESS_OFFSET = 100
@@ -54,7 +54,7 @@ def write_profile(measured: Measured, folder: Path, devices: Sequence[Any]) -> s
 def summary(measured: Measured, theory: Timeline, shared_cores: str) -> str:
     """A text with the bubble and the length of a step, measured and simulated, and the costs of the simulation."""
     costs, schedule = measured.costs, measured.schedule
-    ticks = lower(schedule, costs).makespan(costs)
+    ticks = lower(schedule, _placing_costs(measured)).makespan(costs)
     even = simulate(schedule).bubble
     words = "  ".join(f"{name} {getattr(costs, name):.3g}" for name in ("F", "I", "W", "FB"))
     assumed = f" ({', '.join(measured.assumed)} assumed)" if measured.assumed else ""
@@ -65,6 +65,11 @@ def summary(measured: Measured, theory: Timeline, shared_cores: str) -> str:
         f"({ticks:.4g} ms in the engine's ticks); {even:.1%} when F = I = W\n"
         f"costs, ms       {words} of a stage{assumed}"
     )
+
+
+def _placing_costs(measured: Measured) -> CostModel:
+    """The costs by which the engine places actions on ticks, whatever units take; see ``Pipeline.placing_costs``."""
+    return CostModel(FB=2.0) if "FB" in measured.durations else CostModel()
 
 
 def draw_measured(measured: Measured, shared_cores: str) -> DrawnTimeline:

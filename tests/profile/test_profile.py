@@ -5,13 +5,26 @@ import json
 
 import pytest
 
+from dualpipe_jax import Pipeline, PipelineModel
 from dualpipe_jax.command.share_files import read_share_file
 from dualpipe_jax.inspect import read
+from dualpipe_jax.pods.program import abstract_mesh
 from dualpipe_jax.profile import ProfileError, measure, write_profile
 from dualpipe_jax.profile.capture import Event
 from dualpipe_jax.profile.match import Execution, Unit, executions, match, unit_guards
 from dualpipe_jax.profile.timelines import read_timelines
-from dualpipe_jax.schedule import CostModel, Op, dualpipe, dualpipe_v, one_f_one_b, simulate, zb_h1, zb_v
+from dualpipe_jax.profile.write import summary
+from dualpipe_jax.schedule import (
+    CostModel,
+    Op,
+    dualpipe,
+    dualpipe_v,
+    lower,
+    one_f_one_b,
+    simulate,
+    zb_h1,
+    zb_v,
+)
 from dualpipe_jax.schedule.formats.measured import read_measured
 from dualpipe_jax.schedule.lowering.unit_key import SCOPES
 
@@ -187,6 +200,18 @@ def test_files_of_a_profile(tmp_path):
     slices = [event for event in events if event["ph"] == "X"]
     assert len(slices) == 2 * sum(map(len, schedule.orders))
     assert (tmp_path / "profile" / "timeline.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("schedule, fused", [(one_f_one_b(4, 16), False), (dualpipe(8, 32), True)])
+def test_the_engines_ticks_are_those_that_it_has(schedule, fused):
+    """It places actions by costs of its own, before anything is measured."""
+    costs = dataclasses.replace(COSTS, FB=5.0)
+    found = measure(trace(schedule, costs, fused=fused), program(fused), schedule, devices(schedule))
+    model = PipelineModel(lambda w, x: x, lambda w, x: x, lambda w, x, y: x)
+    pipeline = Pipeline(model, schedule, abstract_mesh(schedule.num_ranks, 1), fuse_pairs=fused)
+    ticks = lower(schedule, pipeline.placing_costs).makespan(found.costs)
+    assert f"({ticks:.4g} ms in the engine's ticks)" in summary(found, found.theory, "")
+    assert ticks > 1.001 * lower(schedule, found.costs).makespan(found.costs)
 
 
 def test_costs_are_replayed_as_they_were_measured(tmp_path):
