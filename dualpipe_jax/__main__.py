@@ -45,6 +45,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     be read.
     """
     given = sys.argv[1:] if arguments is None else [*arguments]
+    try:
+        status = _command(given)
+    except BrokenPipeError:  # the reader has seen enough
+        status = 141
+    except OSError as error:
+        status = _fail(f"{error.filename}: {error.strerror}" if error.filename else error, 2)
+    except SystemExit as ended:  # after help, or options that cannot be read
+        sys.exit(_flushed(ended.code))
+    return _flushed(status)
+
+
+def _flushed(status: Any) -> Any:
+    """The exit status; another one where what was printed cannot be written, to a closed pipe or a full disk."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # Nothing more may be flushed at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141 if isinstance(error, BrokenPipeError) else status or _fail(error, 2)
+    return status
+
+
+def _command(given: list[str]) -> int:
     if given == ["--version"]:
         print(f"dualpipe {__version__}")
         return 0
@@ -95,16 +118,9 @@ def _run(options_class: Callable[..., Any], name: str, given: list[str]) -> int:
     try:
         options = read(options_class, f"dualpipe {name}", given)
         with print_if_long(f"dualpipe {name}: at work") if name in SILENT else contextlib.nullcontext():
-            status = options.run()
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # the reader has seen enough; nothing more may be flushed at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+            return options.run()
     except (ScheduleError, NothingFits) as error:
         return _fail(error, 1)
-    except OSError as error:
-        return _fail(f"{error.filename}: {error.strerror}" if error.filename else error, 2)
     except (ValueError, ModuleNotFoundError, ChildDied) as error:
         return _fail(error, 2)
     except KeyboardInterrupt:

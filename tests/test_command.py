@@ -381,13 +381,26 @@ def test_piped_output_is_plain_and_the_status_tells(tmp_path):
     assert "Traceback" not in run.stderr and "[0F1]" in run.stderr
 
 
-def test_a_reader_may_stop_early():
+@pytest.mark.parametrize(
+    "asked, buffered",
+    [("show gpipe --ranks 4 --microbatches 8", True), ("check --help", True), ("--help", False)],
+)
+def test_a_reader_may_stop_early(asked, buffered):
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "dualpipe_jax", "show", "gpipe", *SMALL]
-    run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-m", "dualpipe_jax", *asked.split()]
+    environment = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
+    run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
     os.close(writer)
     assert (run.returncode, run.stderr) == (141, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no device that is always full")
+def test_a_full_disk_is_told_once():
+    command = [sys.executable, "-m", "dualpipe_jax", "--version"]
+    with open("/dev/full", "w") as full:
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (run.returncode, run.stderr) == (2, "error: [Errno 28] No space left on device\n")
 
 
 @pytest.mark.parametrize("width", [20, 60, 1000])
