@@ -1,8 +1,9 @@
 """Options that make a step fit into memory, and their price."""
 
 import dataclasses
+import math
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from dualpipe_jax.pods.plan import Plan
@@ -10,7 +11,9 @@ from dualpipe_jax.pods.results import MemorySaving
 from dualpipe_jax.schedule.names import find, takes
 from dualpipe_jax.step_options import BOUNDED, Remat, Shard
 
-_OPTIONS: tuple[tuple[str, Any, str], ...] = (
+Option = tuple[str, Any, str]
+
+_OPTIONS: tuple[Option, ...] = (
     ("stages_per_rank", 4, "stages half as deep as with two of them: twice as many ticks and sends"),
     ("shard", "optimizer", "parameters are gathered once a step"),
     ("remat", "keys", "norms, keys and values are computed again in the backward"),
@@ -42,6 +45,8 @@ _MIN_SAVING = 0.01
 Chosen = dict[str, tuple[Any, str]]
 """The chosen options: name -> (value, price in words)."""
 
+_BOUNDED_ROOM: Chosen = {_CAPACITY_FACTOR[0]: _CAPACITY_FACTOR[1:]}
+
 
 def remedies(plan: Plan, limit: int, needed: Callable[[Plan], int]) -> tuple[MemorySaving, ...]:
     """Options that together make a plan fit, in the order in which they were taken.
@@ -49,30 +54,41 @@ def remedies(plan: Plan, limit: int, needed: Callable[[Plan], int]) -> tuple[Mem
     If no options make it fit, the result is one entry with all options that help. The one option that changes
     what is learnt is taken only if all others are not enough. An option that is not needed once the others
     are taken is left out. Options that save less than a hundredth are only taken if the others are not
-    enough.
+    enough. Options that the program refuses are not proposed.
 
     Args:
       plan: a plan that does not fit.
       limit: the bytes of a device's memory.
-      needed: a function that returns the bytes of a device's memory that a plan needs.
+      needed: a function that returns the bytes of a device's memory that a plan needs; it raises ValueError for
+        a plan that the program refuses.
     """
-    known: dict[Plan, int] = {}
+    known: dict[Plan, float] = {}
 
-    def count(chosen: Chosen) -> int:
+    def count(chosen: Chosen) -> float:
         other = dataclasses.replace(plan, **{name: value for name, (value, _) in chosen.items()})
         if other not in known:
-            known[other] = needed(other)
+            try:
+                known[other] = needed(other)
+            except ValueError:
+                known[other] = math.inf
         return known[other]
+
+    def strongest(options: Iterable[Option]) -> Chosen:
+        return {name: (value, price) for name, value, price in options if _saves(plan, name, value)}
 
     chosen: Chosen = {}
     options = [option for option in _OPTIONS if option[0] != _STAGES_PER_RANK or _can_be_cut(plan)]
-    most: Chosen = {name: (value, price) for name, value, price in options if _saves(plan, name, value)}
+    most = strongest(options)
+    if count(most) == math.inf:
+        options = [option for option in options if count({option[0]: option[1:]}) < math.inf]
+        most = strongest(options)
     if count(most) > limit:
-        if _saves(plan, *_CAPACITY_FACTOR[:2]):
-            chosen = {_CAPACITY_FACTOR[0]: _CAPACITY_FACTOR[1:]}
-        if count(chosen | most) > limit:
+        if _saves(plan, *_CAPACITY_FACTOR[:2]) and count(most | _BOUNDED_ROOM) < math.inf:
+            chosen = dict(_BOUNDED_ROOM)
+        least = count(chosen | most)
+        if least > limit:
             words = " ".join(_flag(name, value) for name, (value, _) in (chosen | most).items())
-            return (MemorySaving(words, count(chosen | most), "all that help"),) if words else ()
+            return (MemorySaving(words, int(least), "all that help"),) if words and least < math.inf else ()
     for name, value, price in options:
         now = chosen[name][0] if name in chosen else getattr(plan, name)
         if count(chosen) <= limit or not _is_less(name, value, now):
@@ -86,10 +102,14 @@ def remedies(plan: Plan, limit: int, needed: Callable[[Plan], int]) -> tuple[Mem
         fewer = {other: what for other, what in chosen.items() if other != name}
         if name != _CAPACITY_FACTOR[0] and count(fewer) <= limit:
             chosen = fewer
-    found, so_far = [], {}
+    found, so_far, flags = [], {}, []
     for name, (value, price) in chosen.items():
         so_far[name] = value, price
-        found.append(MemorySaving(_flag(name, value), count(so_far), price))
+        flags.append(_flag(name, value))
+        # What the program refuses without the next option stands beside it.
+        if (size := count(so_far)) < math.inf:
+            found.append(MemorySaving(" ".join(flags), int(size), price))
+            flags = []
     return tuple(found)
 
 

@@ -80,6 +80,20 @@ def test_what_is_never_enough_is_counted_once_with_all_that_helps():
     assert remedies(plan, 10, needed) == ()
 
 
+@pytest.mark.parametrize(
+    "limit, wanted", [(850, ["--shard optimizer"]), (10, ["--shard parameters --max-stash 0"])]
+)
+def test_what_the_program_refuses_is_not_proposed(limit, wanted):
+    sizes = {"nothing": 1000, "optimizer": 800, "parameters": 700}
+
+    def needed(plan):
+        if plan.remat != "none" or plan.capacity_factor is not None:
+            raise ValueError("this program recomputes nothing, and its room is its own")
+        return sizes[plan.shard]
+
+    assert [one.option for one in remedies(Plan("v3"), limit, needed)] == wanted
+
+
 def test_what_the_plan_has_already_is_not_proposed():
     plan = Plan("v3", remat="local", shard="optimizer", max_stash=2, dispatch="capacity")
     sizes = {"none": 500, "local": 400, "wide": 300, "all": 100}
