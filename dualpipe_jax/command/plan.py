@@ -3,6 +3,7 @@
 import dataclasses
 import heapq
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -118,6 +119,10 @@ class Plan:
         if self.cache is not None and self.cache.exists() and not self.cache.is_dir():
             raise CommandError(f"--cache {self.cache}: is no folder")
         cache = Cache(self.cache or default_folder())
+        # Now, and not when the first answer is there, which may take minutes.
+        cache.folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(cache.folder, os.W_OK):
+            raise CommandError(f"--cache {cache.folder}: may not be written; give the name of another folder")
         search = Search(Answers(self.target, cache, self.rates_file), self.cpu_minutes or None)
         try:
             search.explore(self.wanted, whole=self.whole)

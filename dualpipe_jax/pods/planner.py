@@ -109,9 +109,10 @@ def cases(wanted: Wanted, num_devices: int) -> tuple[list[Case], list[Choice]]:
     """
     found: list[Case] = []
     refused: list[Choice] = []
-    for (dp, pp), per_device, remat, dispatch in itertools.product(
+    every = itertools.product(
         _ranks(wanted, num_devices), wanted.per_device, wanted.remats, wanted.dispatches
-    ):
+    )
+    for (dp, pp), per_device, remat, dispatch in dict.fromkeys(every):  # what is named twice is one case
         ep = num_devices // (dp * pp)
         size, tokens = per_device * dp * ep, wanted.tokens or 4 * num_devices * wanted.base.sequence
         plan = dataclasses.replace(
@@ -136,11 +137,12 @@ def cases(wanted: Wanted, num_devices: int) -> tuple[list[Case], list[Choice]]:
 
 def _schedule_choices(wanted: Wanted) -> list[tuple[str, int | None]]:
     """Pairs of a schedule and a number of stages per rank, which is None where it is not chosen."""
-    return [
+    choices = (
         (recipe.__name__, stages)
         for recipe in map(find, wanted.schedules)
         for stages in (takes(recipe, "num_stages_per_rank") and wanted.stages_per_rank) or (None,)
-    ]
+    )
+    return list(dict.fromkeys(choices))
 
 
 def _ranks(wanted: Wanted, num_devices: int) -> list[tuple[int, int]]:

@@ -131,6 +131,13 @@ def test_what_is_considered():
     assert line.plan.max_stash == 1, "units of a program that does not fit are not those of one that does"
 
 
+def test_what_is_named_twice_is_one_case():
+    once, _ = planner.cases(wanted(), 8)
+    names = ("dualpipe", "1f1b", "one_f_one_b", "zb_h1")
+    twice, _ = planner.cases(wanted(pp=(2, 2), per_device=(1, 1), remats=("all", "all"), schedules=names), 8)
+    assert twice == once
+
+
 def test_stages_of_a_rank_are_chosen_where_a_schedule_leaves_the_choice():
     names = "dualpipe", "1f1b", "interleaved_1f1b_overlap"
     cases, refused = planner.cases(wanted(schedules=names, stages_per_rank=(2, 4)), 8)
@@ -506,6 +513,7 @@ REFUSED = {
     "--cpu-minutes -1": "--cpu-minutes -1: must be at least 0",
     "--cpu-minutes nan": "--cpu-minutes nan: must be at least 0",
     f"--cache {__file__}": f"--cache {__file__}: is no folder",
+    f"--cache {__file__}/kept": f"{__file__}/kept: Not a directory",
     "--move-layers -1": "--move-layers -1: must be at least 0",
     "-o no/plan.json": "--output no/plan.json: there is no folder no",
 }
