@@ -131,6 +131,7 @@ PREVIOUS = "--previous", "a.json"
         ("a.json", '{"x": 1}', (), "a.json: has none of loads, load, weight, counts"),
         ("a.json", "[[1, 2], [3]]", (), r"a.json: object \[0\]; loads are numbers \[layers, experts\]"),
         ("metrics.jsonl", '{"step": 1}\n', (), "no step has a load; .*--load-every"),
+        ("metrics.jsonl", '{"load": [[1]]}\n{"lo\n{"load": [[2]]}\n', (), "line 2 is damaged; take it out"),
         ("a.npz", "nothing", (), "a.npz: no arrays of NumPy"),
         ("a.json", "[[1, -2]]", (), "the load of layer 0, expert 1 is -2.0"),
         ("a.json", "[[1, 2]]", ("--devices", "0"), "num_devices=0; it must be at least 1"),

@@ -65,12 +65,14 @@ def _arrays(path: Path) -> np.ndarray:
 
 
 def _metrics(path: Path, text: str) -> np.ndarray:
-    windows = []
-    for line in text.splitlines():
+    windows, lines = [], text.split("\n")
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except ValueError:  # the last line of a run that was killed
-            break
+        except ValueError:
+            if number == len(lines):  # empty, or cut short where the run was killed
+                break
+            raise CommandError(f"{path}: line {number} is damaged; take it out") from None
         if isinstance(record, dict) and record.get("load"):
             windows.append(record["load"])
     if not windows:
