@@ -36,6 +36,8 @@ def test_nodes_of_gpus_are_the_targets():
     assert found.ways["two hops"].across == pytest.approx(1 - missed, abs=0.01)
     assert count_links(Plan(pp=4, ep=8), numbers, Target.parse("h100:8x8"), 1) is None
     assert count_links(Plan(pp=4, ep=16), numbers, Target.parse("v5p:4x4x4"), 1) is None
+    of_twelve = Dispatch(48, 6, 2)  # 8 on one node and 4 on the next, or 4 and 8: no two nodes alike
+    assert count_links(Plan(pp=4, ep=12), of_twelve, Target.parse("h100:6x8"), 1) is None
 
 
 def by_throwing_dice(plan, dispatch, tokens, rounds):
