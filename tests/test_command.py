@@ -762,6 +762,8 @@ def test_counts_beside_files(capsys, saved):
     assert "add --ranks and --microbatches, or name a file" in refused(capsys, 2, "compare", "gpipe")
     bare = saved(format_grid(dualpipe(2, 4)).partition("\n")[2])
     assert printed(capsys, "show", bare, "--pipes", "(0 1) (1 0)").startswith("# parsed, ranks 2")
+    told = refused(capsys, 1, "compare", path, "--ranks", "2")
+    assert told.startswith("error: no schedule takes 2 ranks:\n"), "the microbatches are the file's"
     told = refused(capsys, 2, "show", path, "--stages-per-rank", "4")
     assert "is a file, cut as it is; drop --stages-per-rank and --waves" in told
 

@@ -137,7 +137,8 @@ class Compare:
         )
         share = remembered.overridden_by(self.costs, self.memory)
         if not schedules:
-            asked = f"{self.ranks} ranks, {self.microbatches} microbatches"
+            counts = {"ranks": self.ranks, "microbatches": self.microbatches}
+            asked = ", ".join(f"{count} {of}" for of, count in counts.items() if count is not None)
             raise NothingFits(Refusals(f"no schedule takes {asked}:", refused))
         ranks, microbatches = schedules[0].num_ranks, schedules[0].num_microbatches
         rows = rows_of(schedules, share, refused, jitter=self.jitter)
