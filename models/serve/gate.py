@@ -16,8 +16,9 @@ from models.serve.errors import Refused
 from models.serve.limits import HttpLimits
 
 
-def limited_protocol(limits: HttpLimits) -> type[H11Protocol]:
-    """Uvicorn's connection class, with limits on the time for a request's headers and on connections by address."""
+def limited_protocol(limits: HttpLimits, max_connections: int) -> type[H11Protocol]:
+    """Uvicorn's connection class, with limits on the time for a request's headers and on connections, in all and by
+    address."""
 
     class LimitedProtocol(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
@@ -33,6 +34,10 @@ def limited_protocol(limits: HttpLimits) -> type[H11Protocol]:
                     f"this address holds {limits.connections_per_address} connections: close some of them",
                 )
                 return
+            if len(self.connections) > max_connections:
+                # Uvicorn's own limit refuses the requests of all connections, and the last one that it allows, too.
+                refused = Refused(503, f"the server holds {max_connections} connections: ask again later")
+                self.app = JSONResponse(refused.body, refused.status, {"connection": "close"})
             self._wait_for_headers()
 
         def data_received(self, data: bytes) -> None:

@@ -116,10 +116,19 @@ class CountingMiddleware:
             await self._app(scope, receive, send)
             return
         route = scope["path"] if scope["path"] in self._routes else "other"
+        has_begun = False
 
         async def counted(message: Message) -> None:
+            nonlocal has_begun
             if message["type"] == "http.response.start":
+                has_begun = True
                 self._metrics.count_request(route, message["status"])
             await send(message)
 
-        await self._app(scope, receive, counted)
+        try:
+            await self._app(scope, receive, counted)
+        except Exception:
+            # Starlette answers it outside of all middleware.
+            if not has_begun:
+                self._metrics.count_request(route, 500)
+            raise

@@ -1,6 +1,7 @@
 """One thread that steps an engine, and the event loop's side of it: neither ever waits for the other."""
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import queue
@@ -149,9 +150,17 @@ class Runner:
         """Accept all of these texts, or none.
 
         Raises:
-          Refused: 429, if there would be more texts than the limit; 503, if no more texts are accepted.
+          Refused: 429, if there would be more texts than the limit; 400, if there would be even without others; 503, if
+            no more texts are accepted.
         """
         self.check_open()
+        if len(texts) > self.max_open:
+            raise Refused(
+                400,
+                f"{len(texts)} texts are more than the server makes and lets wait at the same time, {self.max_open}: "
+                "ask for fewer in one request",
+                param="n",
+            )
         if self.num_open + len(texts) > self.max_open:
             raise Refused(
                 429,
@@ -186,7 +195,9 @@ class Runner:
         """Cancel the texts that are left, and end the thread."""
         await self.drain(0)
         self._commands.put(None)
-        await asyncio.to_thread(self._thread.join)
+        # Not joined in a thread, which the loop would wait for in turn: a second Ctrl-C does not wait for a step.
+        while self._thread.is_alive():
+            await asyncio.sleep(0.01)
 
     # In the thread.
 
@@ -198,7 +209,9 @@ class Runner:
                 self._step_began = None
                 self._send_updates(ended)
         except Exception as error:  # the cache is lost with a step that fails
-            self._loop.call_soon_threadsafe(self._fail, f"{type(error).__name__}: {error}")
+            # A loop that did not wait for this thread is closed.
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._fail, f"{type(error).__name__}: {error}")
 
     def _run_commands(self) -> bool:
         """Run the orders, and wait until the engine has work. Returns False once the thread is to end."""

@@ -57,10 +57,15 @@ class _Server(uvicorn.Server):
             server.close()
         await self._unless_forced(self._runner.drain(self._grace))
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._unless_forced(super().shutdown(sockets))
+
     async def _unless_forced(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         while not task.done() and not self.force_exit:
             await asyncio.sleep(0.05)
+        if task.done():
+            await task
 
 
 def serve(
@@ -88,7 +93,7 @@ def serve(
       limits: the limits of connections.
       shutdown_delay: the seconds that a balancer, which asks for ``/health``, has to turn to other servers.
       grace: the seconds that running requests have to end.
-      max_connections: the most connections at the same time; further ones are answered with status 503.
+      max_connections: the most connections at the same time; a request on a further one is answered with status 503.
       log_level: the level of the loggers "uvicorn.error" and "uvicorn.access"; "info" logs each request.
       started: a function that is called before the first request with a function that stops the server, which
         any thread may call.
@@ -98,14 +103,13 @@ def serve(
     """
     config = uvicorn.Config(
         app,
-        http=limited_protocol(limits),
+        http=limited_protocol(limits, max_connections),
         ws="none",
         loop="asyncio",
         lifespan="on",
         log_config=None,  # Uvicorn's own configuration closes the handlers of other libraries
         log_level=log_level,
         server_header=False,
-        limit_concurrency=max_connections,
         timeout_graceful_shutdown=int(SLOW_READER_SECONDS) + 1,
     )
     server = _Server(config, runner, shutdown_delay, grace)

@@ -349,6 +349,15 @@ def test_prometheus_reads_what_is_held():
             assert samples(url)["process_resident_memory_bytes",] == pytest.approx(4096 * pages, rel=0.5)
 
 
+def test_prometheus_reads_what_the_server_failed_at():
+    with running(Slow(), chat=lambda messages: 1 / 0) as (url, _, _):
+        asked = {"model": "tiny", "messages": [{"role": "user", "content": "a"}]}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=LONG)
+        assert answer.status_code == 500
+        assert answer.json()["error"]["message"] == "the server failed at this request"
+        assert samples(url)["serve_requests_total", "/v1/chat/completions", "500"] == 1
+
+
 def test_prometheus_reads_what_was_done():
     with running(engine(), stop=(STOP,)) as (url, _, _):
         prompt = "a prompt that fills blocks"

@@ -48,6 +48,19 @@ def test_one_address_may_not_hold_all_connections():
             connection.close()
 
 
+def test_of_more_connections_than_there_may_be_the_further_ones_are_refused():
+    request = b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
+    with running(Slow(), max_connections=2) as (url, _, _), connect(url) as first, connect(url) as second:
+        for connection in (first, second):
+            connection.sendall(request)
+            assert read_until(connection, b'"ok"').startswith(b"HTTP/1.1 200")
+        with connect(url) as third:
+            third.sendall(request)
+            assert answer(third) == (503, "the server holds 2 connections: ask again later")
+        first.sendall(request)
+        assert read_until(first, b'"ok"').startswith(b"HTTP/1.1 200"), "who was there before is answered"
+
+
 HERE = ("127.0.0.1", "::1", "localhost")
 
 

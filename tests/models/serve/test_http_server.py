@@ -312,6 +312,10 @@ def test_the_loop_answers_while_a_step_takes_its_time_and_too_many_are_told_so()
         assert error["type"] == "rate_limit_error" and error["message"] == (
             "3 texts are being made or wait, and 1 more would be above the server's limit of 3: ask again later"
         )
+        never = httpx.post(f"{url}/v1/completions", json=BODY | {"n": 4}, timeout=LONG)
+        assert never.status_code == 400 and never.json()["error"]["message"] == (
+            "4 texts are more than the server makes and lets wait at the same time, 3: ask for fewer in one request"
+        )
         slow.go_on.release(9)
         texts = [one.answer().json()["choices"][0]["text"] for one in asking]
         assert texts == ["aaa"] * 3
@@ -461,6 +465,25 @@ def test_a_server_whose_step_never_ends_is_not_alive():
         assert asking.answer().status_code == 504 and httpx.get(f"{url}/health").status_code == 200
         idle(runner, slow)
         until(lambda: httpx.get(f"{url}/live").status_code == 200)
+
+
+def test_a_second_ctrl_c_does_not_wait_for_a_step_that_never_ends():
+    slow = Slow()
+    with running(slow, grace=0.01) as (url, runner, end):
+        with connect(url) as connection:
+            send(connection, {})
+            until(lambda: runner.num_open == 1)
+        until(lambda: runner._commands.qsize() == 1)  # the client has left, and the step goes on
+        server = runner.on_failure.__self__
+        ending = threading.Thread(target=end)
+        ending.start()
+        until(lambda: runner._closing and not server.server_state.connections)
+        ending.join(0.3)
+        assert ending.is_alive(), "the first one waits"
+        server.force_exit = True
+        ending.join(20)
+        assert not ending.is_alive()
+        slow.go_on.release(9)
 
 
 def test_a_server_that_loads_refuses_connections_so_that_another_is_asked():
