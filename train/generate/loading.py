@@ -212,7 +212,13 @@ def _from_weights(folder: Path, options: Source) -> LoadedModel:
         *_end_tokens(generation, generation_settings),
     }
     tokenizer_folder = options.tokenizer or folder
-    tokenizer_folder = tokenizer_folder.parent if tokenizer_folder.is_file() else tokenizer_folder
+    if tokenizer_folder.is_file():
+        if tokenizer_folder.name != "tokenizer.json":
+            raise ConfigError(
+                f"--tokenizer {tokenizer_folder}: must be named tokenizer.json, as what belongs to it is read from the "
+                "same folder by its name"
+            )
+        tokenizer_folder = tokenizer_folder.parent
     tokenizer: TokenizerLike = ByteTokenizer()
     if (tokenizer_folder / "tokenizer.json").is_file():
         loaded_tokenizer = weights.load_tokenizer(tokenizer_folder)

@@ -19,6 +19,7 @@ from dualpipe_jax.parallel import EP, make_mesh
 from dualpipe_jax.present.numbers import how_many
 from models import Dispatch
 from models.decode import Completion, Engine, Limits, PrefixFolder, RequestError, SamplingParams, decoder
+from models.decode.requests import check_request
 from models.decode.text import Detokenizer
 from models.weights import WeightsError
 from train.config import ConfigError
@@ -67,7 +68,7 @@ def make_engine(loaded: LoadedModel, options: Source, max_requests: int, positio
             f"--devices {options.devices}: {loaded.name} has {experts} experts, which so many cannot share equally; "
             f"give one of {shared}"
         )
-    room = options.context or -(-positions // 64) * 64
+    room = _room(options, positions)
     limits = Limits(-(-max_requests // num_parts(options)) * num_parts(options), room)
     mesh = None if options.devices == 1 else make_mesh(1, options.devices)
     dispatch = Dispatch() if mesh is None else Dispatch(axis_name=EP)
@@ -104,6 +105,10 @@ def make_engine(loaded: LoadedModel, options: Source, max_requests: int, positio
     return make_engine(loaded.earlier(), options, max_requests, positions, say)
 
 
+def _room(options: Source, positions: int) -> int:
+    return options.context or -(-positions // 64) * 64
+
+
 def complete(loaded: LoadedModel, options: Options, prompt: str, out: TextIO, say: Say) -> None:
     """Write the text that follows a prompt while it is generated.
 
@@ -111,7 +116,11 @@ def complete(loaded: LoadedModel, options: Options, prompt: str, out: TextIO, sa
       RequestError: the prompt cannot be served.
     """
     tokens = _encode(loaded, prompt)
-    engine = make_engine(loaded, options, 1, len(tokens) + max(1, options.max_tokens), say)
+    positions = len(tokens) + max(1, options.max_tokens)
+    # Before the weights are read, which may take minutes.
+    limits = Limits(max_positions=_room(options, positions))
+    check_request(tokens, params_of(options, loaded), limits, loaded.config.vocab)
+    engine = make_engine(loaded, options, 1, positions, say)
     _stream(engine, loaded, options, tokens, out, say)
 
 
@@ -212,7 +221,7 @@ def answer_batch(loaded: LoadedModel, options: Options, out: TextIO, say: Say) -
     assert options.batch is not None
     lines = [_parse_line(line, loaded, options) for line in _read_lines(options.batch)]
     good = [(one, *one.request) for one in lines if one.request is not None]
-    needs = [len(tokens) + params.max_tokens for _, tokens, params in good]
+    needs = [len(tokens) + max(1, params.max_tokens) for _, tokens, params in good]
     engine = make_engine(loaded, options, max(1, min(options.at_once, len(good))), max(needs, default=1), say)
     by_number: dict[int, _BatchLine] = {}
     began, num_tokens, written, num_known = time.monotonic(), 0, 0, 0
@@ -250,13 +259,18 @@ def answer_batch(loaded: LoadedModel, options: Options, out: TextIO, say: Say) -
     return failed
 
 
+_ANSWER_NAMES = {"text", "finish_reason", "num_tokens", "num_drafted", "num_accepted", "error"}
+
+
 def _parse_line(line: str, loaded: LoadedModel, options: Options) -> _BatchLine:
     try:
         given = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return _BatchLine({}, answer={"error": f"not JSON: {error}"})
     if not isinstance(given, dict) or not isinstance(given.get("prompt"), str):
         return _BatchLine({}, answer={"error": 'must be an object with a text, {"prompt": TEXT}'})
+    # Of an answer that is asked again nothing of the first one stays.
+    given = {name: value for name, value in given.items() if name not in _ANSWER_NAMES}
     try:
         own = {
             name: _parse_number(name, given[name], kind)

@@ -214,15 +214,25 @@ def test_a_run_has_its_own_tokenizer(tmp_path, capsys):
     assert found.tokenizer.encode("a").tolist() == [0] and found.stop == (1,)
 
 
-def test_folders_without_what_is_needed(tmp_path, capsys):
+def test_folders_without_what_is_needed(tmp_path, capsys, monkeypatch):
     config = small()
     models.weights.save(tmp_path / "out", config, random_params(config))
+    for name, token in (("tokenizer.json", "a"), ("tokenizer-2.json", "b")):
+        made = tokenizers.Tokenizer(tokenizers.models.WordLevel({token: 0}, unk_token=token))
+        (tmp_path / name).write_text(made.to_str())
+    assert (
+        main([str(tmp_path / "out"), "--prompt", "x", "--tokenizer", str(tmp_path / "tokenizer-2.json")]) == 2
+    )
+    assert "tokenizer-2.json: must be named tokenizer.json, as what belongs to it" in capsys.readouterr().err
     assert main([str(tmp_path / "out"), "--prompt", "x"]) == 2
     told = "there is no tokenizer.json, and a model of 48 tokens is not one of bytes"
     assert told in capsys.readouterr().err
     models.weights.save(tmp_path / "bytes", small(vocab=256), random_params(small(vocab=256)))
     assert main([str(tmp_path / "bytes"), "--prompt", "x", "--drafts"]) == 2
     assert "bytes has no module of multi-token prediction" in capsys.readouterr().err
+    monkeypatch.setattr("train.generate.modes.make_engine", lambda *_: pytest.fail("the weights are read"))
+    for wrong in (["--prompt", ""], ["--prompt", "x", "--top-p", "2"], ["--prompt", "x", "--context", "9"]):
+        assert main([str(tmp_path / "bytes"), *wrong]) == 2
 
 
 @pytest.mark.parametrize(
@@ -253,15 +263,27 @@ def test_a_line_that_will_not_do_harms_no_other(tmp_path, capsys):
         '{"prompt": "\\ud800"}',
         '{"prompt": "x", "id": "\\ud83d"}',
         '{"prompt": "x\u2028y\x85"}',
+        '{"prompt": "x", "max_tokens": -100}',
+        "[" * 100_000,
+        '{"prompt": "x", "error": "as it was", "num_drafted": 7, "text": "old"}',
     ]
     (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n", "utf-8-sig")
     assert main([str(tmp_path / "model"), "--batch", str(tmp_path / "in.jsonl"), "--max-tokens", "3"]) == 1
     out, err = capsys.readouterr()
-    overflow, no_text, half, ends = (json.loads(line) for line in out.rstrip("\n").split("\n"))
-    assert "4 prompts, 2 failed" in err and "max_tokens is inf, must be a whole number" in overflow["error"]
+    overflow, no_text, half, ends, nothing, deep, again = (
+        json.loads(line) for line in out.rstrip("\n").split("\n")
+    )
+    assert "7 prompts, 4 failed" in err and "max_tokens is inf, must be a whole number" in overflow["error"]
     assert "surrogates not allowed" in no_text["error"]
     assert (half["id"], half["text"]) == ("\ud83d", greedy("x", 3, config))
     assert (ends["prompt"], ends["text"]) == ("x\u2028y\x85", greedy("x\u2028y\x85", 3, config))
+    assert nothing["error"] == "max_tokens is -100, must be at least 1"
+    assert deep["error"].startswith("not JSON: maximum recursion depth")
+    text = greedy("x", 3, config)
+    assert again == {"prompt": "x", "text": text, "finish_reason": "length", "num_tokens": 3}
+    (tmp_path / "in.jsonl").write_text("\n".join(lines[4:6]))
+    assert main([str(tmp_path / "model"), "--batch", str(tmp_path / "in.jsonl")]) == 1
+    assert "2 prompts, 2 failed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
