@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,9 +128,18 @@ def _make(
             )
         write(shards, TOKENIZER, content)
     drop_partial(shards)
+    _drop_others(shards, manifest)
     # Written last: a folder with a manifest is complete.
     write(shards, MANIFEST, manifest.dumps().encode())
     return manifest
+
+
+def _drop_others(shards: Folder, manifest: Manifest) -> None:
+    """Remove the shards that a preparation with other options has left, whose work was removed: they are no damage."""
+    for name in (Path(path).name for path in shards.ls("", detail=False)):
+        is_ours = re.fullmatch(rf"({'|'.join(SPLITS)})-[0-9]{{6}}\.(bin|index\.npy)", name)
+        if is_ours and name not in manifest.files:
+            shards.rm_file(name)
 
 
 def _first_pass(

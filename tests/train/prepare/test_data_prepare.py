@@ -502,6 +502,22 @@ def test_shards_that_another_out_has_are_made_again(tmp_path, monkeypatch):
     assert find_damage(tmp_path / "two") == []
 
 
+def test_shards_of_work_that_was_given_up_are_no_damage(tmp_path, monkeypatch):
+    data, out, real = [write_lines(tmp_path / "a.jsonl", texts(60))], tmp_path / "out", pipeline.tokenise
+    monkeypatch.setattr(
+        pipeline, "tokenise", lambda bucket, context: 1 / 0 if bucket == 5 else real(bucket, context)
+    )
+    with pytest.raises(ZeroDivisionError):
+        prepare(out, data, shard_mb=0.002)
+    monkeypatch.setattr(pipeline, "tokenise", real)
+    (out / "train-notes.bin").write_text("mine")
+    with pytest.raises(DataError, match=r"half done.*or remove .*\.work"):
+        prepare(out, data)
+    shutil.rmtree(out / ".work")
+    prepare(out, data)
+    assert find_damage(out) == ["train-notes.bin: not in the manifest"]
+
+
 @pytest.mark.parametrize(
     ("work", "out"), [("work", "out"), ("work", "work"), ("work", "work/out"), ("", "out")]
 )
