@@ -58,7 +58,9 @@ def describe_skipped(skipped: Sequence[str]) -> str:
 
 def _shown(skipped: Sequence[str]) -> list[str]:
     more = [f"  and {len(skipped) - MAX_SHOWN} more"] if len(skipped) > MAX_SHOWN else []
-    return [f"  {reason}" for reason in skipped[:MAX_SHOWN]] + more
+    # A file's name need not be UTF-8, and a terminal refuses what is not.
+    shown = [reason.encode(errors="backslashreplace").decode() for reason in skipped[:MAX_SHOWN]]
+    return [f"  {reason}" for reason in shown] + more
 
 
 def hold_out_tenth(documents: Sequence[bytes]) -> tuple[list[bytes], list[bytes]]:

@@ -4,6 +4,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 import sys
 
 import numpy as np
@@ -130,6 +131,15 @@ def test_lines_of_another_encoding_are_not_left_out_one_by_one(encoding, tmp_pat
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n', encoding=encoding)
     with pytest.raises(DataError, match=r"a.jsonl: is UTF-.*, must be UTF-8: write it anew$"):
         prepare(tmp_path / "out", [tmp_path / "a.jsonl"], skip_bad=9)
+
+
+def test_a_name_that_is_no_text_is_shown(tmp_path):
+    (tmp_path / "a.txt").write_text("a document")
+    (tmp_path / os.fsdecode(b"caf\xe9.bin")).write_bytes(b"a\0")
+    shown = describe_skipped(open_corpus([tmp_path]).skipped).encode()
+    assert shown.endswith(
+        rb"/caf\udce9.bin is no text: it holds zero bytes, as UTF-16 and most other formats do"
+    )
 
 
 def test_of_many_the_first_ten_are_named(tmp_path):
