@@ -52,7 +52,7 @@ def tokenise(bucket: int, context: BucketContext) -> dict[str, Any]:
     """Make a bucket's shards, unless they are there. Returns its receipt: the shard of each split or None, and the
     "bytes" of text in them."""
     receipt = f"bucket-{bucket:06d}.json"
-    if (there := read_json(context.work, receipt)) is not None and _are_there(there, context.out):
+    if (there := read_json(context.work, receipt)) is not None and _are_there(there, context):
         return there
     writers = {
         split: ShardWriter(context.out, f"{split}-{bucket:06d}.bin", context.vocabulary.dtype)
@@ -72,10 +72,13 @@ def tokenise(bucket: int, context: BucketContext) -> dict[str, Any]:
     return found
 
 
-def _are_there(receipt: dict[str, Any], out: Folder) -> bool:
-    """Whether a receipt's shards are in this folder. With --work elsewhere they may be in another command's OUT."""
-    shards = (Shard(**receipt[split]) for split in SPLITS if receipt[split] is not None)
-    return all(out.exists(name) for shard in shards for name in (shard.file, shard.index))
+def _are_there(receipt: dict[str, Any], context: BucketContext) -> bool:
+    """Whether a receipt's shards are in OUT. With --work elsewhere they may be in another command's OUT, or another
+    command may have written its own over them."""
+    out, size = context.out, context.vocabulary.dtype.itemsize
+    shards = [Shard(**receipt[split]) for split in SPLITS if receipt[split] is not None]
+    names = [name for shard in shards for name in (shard.file, shard.index)]
+    return all(map(out.exists, names)) and all(out.size(one.file) == one.tokens * size for one in shards)
 
 
 def bucket_texts(bucket: int, context: BucketContext) -> Iterator[tuple[str, bytes]]:

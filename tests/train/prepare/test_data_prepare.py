@@ -502,6 +502,20 @@ def test_shards_that_another_out_has_are_made_again(tmp_path, monkeypatch):
     assert find_damage(tmp_path / "two") == []
 
 
+def test_shards_that_another_preparation_wrote_over_are_made_again(tmp_path, monkeypatch):
+    """Each with a --work of its own, and in the same OUT."""
+    data, out, real = [write_lines(tmp_path / "a.jsonl", texts(60))], tmp_path / "out", pipeline.tokenise
+    monkeypatch.setattr(
+        pipeline, "tokenise", lambda bucket, context: 1 / 0 if bucket == 2 else real(bucket, context)
+    )
+    for work, asked in (("one", {}), ("two", {"reject": "document .5"})):
+        with pytest.raises(ZeroDivisionError):
+            prepare(out, data, shard_mb=0.002, work=tmp_path / work, **asked)
+    monkeypatch.setattr(pipeline, "tokenise", real)
+    prepare(out, data, shard_mb=0.002, work=tmp_path / "one")
+    assert find_damage(out) == []
+
+
 def test_shards_of_work_that_was_given_up_are_no_damage(tmp_path, monkeypatch):
     data, out, real = [write_lines(tmp_path / "a.jsonl", texts(60))], tmp_path / "out", pipeline.tokenise
     monkeypatch.setattr(
