@@ -112,6 +112,10 @@ def serve(
         server_header=False,
         timeout_graceful_shutdown=int(SLOW_READER_SECONDS) + 1,
     )
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux
+        # Closing waits until what was sent is read; connections have the option of the socket that accepts them.
+        milliseconds = int(1000 * min(limits.answer_seconds + SLOW_READER_SECONDS, 10**6))
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     server = _Server(config, runner, shutdown_delay, grace)
     started(server.stop)
     with _caught_signals() as signals:

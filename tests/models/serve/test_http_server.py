@@ -397,6 +397,25 @@ def test_a_stream_that_nobody_reads_is_given_up(monkeypatch):
     assert cancelled == [True]
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="Linux ends such connections")
+def test_a_connection_that_nobody_reads_is_not_held(monkeypatch):
+    class Long(ByteTokenizer):
+        def decode(self, tokens):
+            return "x" * 300_000 * len(tokens)
+
+    monkeypatch.setattr("tests.models.serve.running.ByteTokenizer", Long)
+    for module in ("app", "server"):
+        monkeypatch.setattr(f"models.serve.{module}.SLOW_READER_SECONDS", 0.1)
+    slow = Slow()
+    slow.go_on.release(60)
+    limits = HttpLimits(answer_seconds=0.2)
+    with running(slow, limits=limits) as (url, runner, _), connect(url) as connection:
+        send(connection, {"stream": True, "max_tokens": 50})
+        held = runner.on_failure.__self__.server_state.connections
+        until(lambda: held)
+        until(lambda: not held)
+
+
 @pytest.mark.parametrize("grace", [20.0, 0.0])
 def test_a_server_that_stops_lets_end_what_can_and_tells_the_rest(grace):
     slow = Slow()
