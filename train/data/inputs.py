@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from dualpipe_jax.installing import install_command
 from train.data.errors import DataError
+from train.data.manifest import MANIFEST, SHARD_FILES
 from train.data.records import DATASET_INFO, is_records, read_records
 from train.data.remote import is_local, is_url, open_filesystem
 
@@ -94,9 +95,15 @@ def find_files(paths: Sequence[str], leave_out: Sequence[str] = ()) -> list[File
             continue
         filesystem, inside = open_filesystem(path)
         with _readable(path):
-            for name, info in sorted(_list(filesystem, inside), key=lambda pair: pair[0]):
+            listed = dict(sorted(_list(filesystem, inside), key=lambda pair: pair[0]))
+            for name, info in listed.items():
                 folder, _, last = name.rpartition("/")
                 if not (is_local(path) and f"{real(folder)}/{last}/".startswith(left_out)):
+                    if SHARD_FILES.fullmatch(last) and f"{folder}/{MANIFEST}" in listed:
+                        raise DataError(
+                            f"--data {path}: holds prepared text, whose files are no documents: move {folder}, or "
+                            "name what is to be read, each by itself"
+                        )
                     url = filesystem.unstrip_protocol(name)
                     changed = next((str(info[key]) for key in _VERSION_KEYS if info.get(key)), "")
                     found[url] = File(url, kind_of(name), int(info["size"] or 0), changed)

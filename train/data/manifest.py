@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import resource
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ TOKENIZER = "tokenizer.json"
 FORMAT = "dualpipe-jax tokens"
 VERSION = 1
 SPLITS = ("train", "heldout")
+SHARD_FILES = re.compile(rf"({'|'.join(SPLITS)})-[0-9]{{6,}}\.(bin|index\.npy)")
+"""The names of shards' files and of their indices."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +134,11 @@ def is_prepared(folder: Path) -> bool:
             "name the text itself"
         )
     return False
+
+
+def has_shards(folder: Path) -> bool:
+    """Whether a folder's files have the names of a prepared one's; other programs have manifests of this name, too."""
+    return (folder / MANIFEST).is_file() and any(map(SHARD_FILES.fullmatch, os.listdir(folder)))
 
 
 def read_manifest(folder: Path) -> Manifest:

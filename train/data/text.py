@@ -1,13 +1,15 @@
 """Documents in files of text, and which of them are held out."""
 
+import functools
 import hashlib
 import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from train.data.errors import DataError
 from train.data.inputs import COMPRESSED, Piece, documents, kind_of
+from train.data.manifest import has_shards
 from train.data.records import DATASET_INFO
 from train.data.vocabulary import is_text
 
@@ -81,16 +83,17 @@ def split_end(text: bytes, share: float) -> tuple[bytes, bytes]:
 
 
 def _texts(paths: Sequence[Path], skipped: list[str]) -> Iterable[bytes]:
+    is_prepared = functools.cache(has_shards)  # once for all files of a folder
     if not paths:
         yield from (path.read_bytes() for path in standard_library())
     for path in paths:
         if not path.is_dir():
-            yield from _read_file(path)
+            yield from _read_file(path, is_prepared)
             continue
         inside = (file for file in path.rglob("*") if file.is_file())
         for file in sorted(file for file in inside if not is_hidden(file.relative_to(path))):
             try:
-                yield from _read_file(file)
+                yield from _read_file(file, is_prepared)
             except DataError as error:
                 skipped.append(str(error).removeprefix("--data: "))
 
@@ -100,9 +103,13 @@ def is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _read_file(path: Path) -> list[bytes]:
+def _read_file(path: Path, is_prepared: Callable[[Path], bool]) -> list[bytes]:
     if path.with_name(DATASET_INFO).is_file():
         raise DataError(f"--data: {path} is a part of a data set: name the set, {path.parent}, to read it")
+    if is_prepared(path.parent):
+        raise DataError(
+            f"--data: {path} is a part of prepared text: name its folder, {path.parent}, to train on it"
+        )
     kind = kind_of(str(path))
     if kind == "text" and path.suffix not in COMPRESSED:
         try:

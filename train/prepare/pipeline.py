@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 
 from train.data import DataError, Vocabulary
 from train.data.inputs import File, Piece, cut_into_pieces, find_files
-from train.data.manifest import MANIFEST, SPLITS, TOKENIZER, Manifest, Shard, loads
+from train.data.manifest import MANIFEST, SHARD_FILES, SPLITS, TOKENIZER, Manifest, Shard, loads
 from train.data.remote import cache_folder, is_local, is_url, open_filesystem
 from train.data.vocabulary import BYTES, open_vocabulary
 from train.lock import LockHeld, hold_lock
@@ -137,8 +136,7 @@ def _make(
 def _drop_others(shards: Folder, manifest: Manifest) -> None:
     """Remove the shards that a preparation with other options has left, whose work was removed: they are no damage."""
     for name in (Path(path).name for path in shards.ls("", detail=False)):
-        is_ours = re.fullmatch(rf"({'|'.join(SPLITS)})-[0-9]{{6}}\.(bin|index\.npy)", name)
-        if is_ours and name not in manifest.files:
+        if SHARD_FILES.fullmatch(name) and name not in manifest.files:
             shards.rm_file(name)
 
 

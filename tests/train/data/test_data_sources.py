@@ -322,7 +322,7 @@ def test_a_query_picks_the_rows(tmp_path):
     (tmp_path / "c.txt").write_text("c")
     kinds = "--sql: needs Parquet files alone or JSONL files alone, .* got lines, text"
     with pytest.raises(DataError, match=kinds):
-        prepare(tmp_path / "third", [tmp_path], sql=query)
+        prepare(tmp_path / "third", [*inputs, tmp_path / "c.txt"], sql=query)
 
 
 @pytest.mark.parametrize("query", ["SELECT text FROM documents;", "SELECT text FROM documents -- all"])

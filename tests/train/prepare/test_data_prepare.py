@@ -165,6 +165,24 @@ def test_globs_urls_and_folders(tmp_path):
         find_files([str(tmp_path), str(tmp_path / "*.rst")])
 
 
+def test_prepared_text_within_the_data_is_no_text(tmp_path):
+    data = tmp_path / "data"
+    (data / "web").mkdir(parents=True)
+    (data / "web" / "manifest.json").write_text('{"of": "another program"}')
+    write_lines(data / "a.jsonl", texts(60))
+    alone = open_corpus([data])
+    for _ in range(2):
+        prepare(data / "out", [data], train_tokenizer=300)
+    beside = open_corpus([data])
+    assert beside.fingerprint == alone.fingerprint and alone.num_documents == 61
+    (reason,) = {re.sub(r".*/out/[^ ]*", "*", reason) for reason in beside.skipped}
+    assert reason == f"* is a part of prepared text: name its folder, {data}/out, to train on it"
+    with pytest.raises(
+        DataError, match=f"--data {data}: holds prepared text, .*: move {data}/out, or name what"
+    ):
+        prepare(tmp_path / "other", [data])
+
+
 @pytest.mark.parametrize("name", ["std::vector.3", "std::vector.jsonl.gz"])
 def test_names_with_two_colons_are_no_chains_of_urls(name, tmp_path, monkeypatch):
     row = b'{"text": "a vector"}'
