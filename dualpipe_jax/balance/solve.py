@@ -87,7 +87,8 @@ def balance(
 
     def place_rows(rows: np.ndarray, num_devices: int, before: np.ndarray | None) -> np.ndarray:
         held = place(rows, num_devices, layout.num_slots, close, effort)
-        return held if before is None else replan(before, held, rows, max_moves, move_cost, close)
+        nodes = 1 if layout.num_groups is None else layout.num_nodes
+        return held if before is None else replan(before, held, rows, max_moves, move_cost, close, nodes)
 
     before = None if previous is None else previous.experts
     if layout.num_groups is None:

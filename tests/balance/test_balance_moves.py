@@ -121,6 +121,32 @@ def test_groups_stay_on_the_nodes_where_they_are():
         balance(np.ones((1, 8)), Layout(4, 3, 2, 4), lopsided)
 
 
+def test_a_node_that_is_not_the_slowest_of_its_layer_stays_as_it_is():
+    layout = Layout(4, 2, num_nodes=2, num_groups=2)
+    previous = Placement.in_order(1, 8, 4, 2)
+    loads = [
+        [8, 0, 0, 0, 3, 3, 1, 1]
+    ]  # devices have 8, 0, 6, 2: the second node could be even, the first cannot
+    assert balance(loads, layout, previous) == previous
+    placed = balance([[8, 0, 0, 0, 9, 3, 1, 1]], layout, previous)  # 12 and 2, which 10 and 4 is better than
+    assert worst_imbalance([[8, 0, 0, 0, 9, 3, 1, 1]], placed) == pytest.approx(10 / (22 / 4))
+    assert moved(previous, placed) == 2 and (placed.experts[0, :2] == previous.experts[0, :2]).all()
+
+
+@pytest.mark.parametrize("limit", [None, 20])
+def test_with_groups_too_a_move_that_costs_more_than_it_gains_is_not_made(limit):
+    random, layout = np.random.default_rng(1), Layout(8, 5, num_nodes=4, num_groups=8)
+    loads = np.exp(random.normal(size=(3, 32)))
+    previous, later = (
+        balance(loads, layout, effort=0.1),
+        loads * np.exp(0.5 * random.normal(size=loads.shape)),
+    )
+    for cost in (0.002, 0.02, 0.05, 0.1):
+        placed = balance(later, layout, previous, max_moves=limit, move_cost=cost, effort=0.1)
+        gain = worst_imbalance(later, previous) - worst_imbalance(later, placed)
+        assert (gain >= cost * placed.moves_from(previous) - 1e-9).all()
+
+
 def test_an_outlook_says_what_is_gained_before_anything_moves(drifted):
     previous, loads = drifted
     placed = balance(loads, LAYOUT, previous, max_moves=20, effort=0.3)
