@@ -104,7 +104,8 @@ def bound_of(loads: ArrayLike, layout: Layout) -> np.ndarray:
     """
     windows = checked(loads, "bound_of")
     layout.check(windows.shape[-1])
-    load = relative(windows, layout.num_devices)
+    # A layer without load is even wherever its experts are: as equal experts it could have a bound above 1.
+    load = relative(windows, layout.num_devices, silent_as=0.0)
     bound = lower_bound(load, layout.num_devices, layout.num_slots)
     if layout.num_groups is None:
         return bound

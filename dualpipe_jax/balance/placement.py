@@ -187,8 +187,17 @@ class Placement:
         return shares[..., layer, self.experts].sum(-1)
 
     def imbalance(self, loads: ArrayLike) -> np.ndarray:
-        """The busiest device's load over the mean: float64 [..., layers], at least 1; 1 where there is no load."""
-        devices = self.device_loads(in_range(loads))
+        """The busiest device's load over the mean: float64 [..., layers], at least 1; 1 where there is no load.
+
+        Raises:
+          ValueError: loads are of another shape, or some are NaN, infinite or negative.
+        """
+        given = np.asarray(loads, float)
+        if not (np.isfinite(given) & (given >= 0)).all():
+            raise ValueError(
+                "Placement: loads must be finite and at least 0; some are NaN, infinite or negative"
+            )
+        devices = self.device_loads(in_range(given))
         mean = devices.mean(-1)
         return np.divide(devices.max(-1), mean, out=np.ones_like(mean), where=mean > 0)
 

@@ -161,6 +161,22 @@ def test_an_outlook_says_what_is_gained_before_anything_moves(drifted):
     assert found.to_json()["moves"] == found.moves.tolist()
 
 
+def test_a_layer_without_load_has_no_bound_above_what_it_is():
+    """Five equal experts cannot be even on three devices of two slots; without any load they are."""
+    layout, loads = Layout(3, 2), [[0, 0, 0, 0, 0], [1, 1, 1, 1, 1]]
+    placed = balance(loads, layout)
+    found = outlook(loads, placed, placed, layout)
+    assert found.after.tolist() == [1, pytest.approx(6 / 5)] and found.bound == pytest.approx([1, 6 / 5])
+    grouped = Layout(2, 2, num_nodes=2, num_groups=2)
+    assert outlook([[0, 0, 0, 0]], Placement.in_order(1, 4, 2, 2), HELD, grouped).bound.tolist() == [1]
+
+
+@pytest.mark.parametrize("load", [np.nan, np.inf, -1])
+def test_loads_that_are_none_have_no_imbalance(load):
+    with pytest.raises(ValueError, match="loads must be finite and at least 0"):
+        HELD.imbalance([[load, 1, 1, 1]])
+
+
 def test_due_below_a_threshold_of_utilisation():
     placement = Placement.in_order(1, 4, 2, 2)
     loads = [[3, 3, 2, 2]]  # devices have 6 and 4: they work for 5/6 of their time
