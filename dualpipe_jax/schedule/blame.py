@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 
 from dualpipe_jax.schedule.costs import REL_TOLERANCE
-from dualpipe_jax.schedule.dataflow import Value, makers, needed_by
+from dualpipe_jax.schedule.dataflow import Value, execution_order, makers, needed_by
 from dualpipe_jax.schedule.ir import Slot
 from dualpipe_jax.schedule.simulate import Timeline, blocking_send_time
 
@@ -78,11 +78,10 @@ def slack(timeline: Timeline) -> tuple[tuple[float, ...], ...]:
     for ends, order in zip(timeline.ends, latest, strict=True):
         if ends:
             order[-1] = timeline.makespan
-    places = ((r, i) for r, starts in enumerate(timeline.starts) for i in range(len(starts)))
-    # Of slots with the same start, one may wait for another that takes no time: sort them by their ends, too.
-    after = sorted(places, key=lambda p: (timeline.starts[p[0]][p[1]], timeline.ends[p[0]][p[1]], p[1]))
-    made_at = makers(timeline.schedule.orders)
-    for rank, index in reversed(after):
+    schedule = timeline.schedule
+    made_at = makers(schedule.orders)
+    # Not in the order of times: of slots that take none, one may wait for another with the same start and end.
+    for rank, index in reversed(execution_order(schedule.placement, schedule.orders)):
         took = timeline.ends[rank][index] - timeline.starts[rank][index]
         for (other, at), delay, _ in _waits(timeline, made_at, (rank, index)):
             latest[other][at] = min(latest[other][at], latest[rank][index] - took - delay)

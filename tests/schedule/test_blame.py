@@ -5,7 +5,16 @@ import random
 
 import pytest
 
-from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, dualpipe, gpipe, one_f_one_b, simulate
+from dualpipe_jax.schedule import (
+    ALL_SCHEDULES,
+    CostModel,
+    dualpipe,
+    gpipe,
+    one_f_one_b,
+    simulate,
+    v_half,
+    v_min,
+)
 from dualpipe_jax.schedule.blame import critical_path, slack, why_idle
 
 
@@ -59,6 +68,16 @@ def test_slots_may_be_late_by_their_slack_and_no_more(recipe, costs):
         assert simulate(schedule, delayed(costs, slot, most)).makespan == pytest.approx(timeline.makespan)
         longer = simulate(schedule, delayed(costs, slot, most + 0.5)).makespan
         assert longer == pytest.approx(timeline.makespan + 0.5)
+
+
+@pytest.mark.parametrize(("recipe", "costs"), [(v_half, CostModel(0, 1, 0)), (v_min, CostModel(1, 0, 1))])
+def test_slack_counts_slots_of_no_time_that_wait_for_each_other(recipe, costs):
+    schedule = recipe(4, 8)
+    timeline = simulate(schedule, costs)
+    for order, room in zip(schedule.orders, slack(timeline), strict=True):
+        for slot, most in zip(order, room, strict=True):
+            assert simulate(schedule, delayed(costs, slot, most)).makespan == timeline.makespan
+            assert simulate(schedule, delayed(costs, slot, most + 1)).makespan == timeline.makespan + 1
 
 
 @pytest.mark.parametrize("schedule", [gpipe(4, 8), dualpipe(4, 8)], ids=lambda s: s.name)
