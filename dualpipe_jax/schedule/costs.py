@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Self
+from typing import Any, Self
 
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.schedule.ir import Op, Placement, Schedule, Slot
@@ -66,9 +66,11 @@ class CostModel:
     ranks_per_node: int = 1
 
     def __post_init__(self):
+        _make_plain(self)
         if self.FB is None:
             object.__setattr__(self, "FB", self.F + self.I + self.W)
-        object.__setattr__(self, "extra", {stage: tuple(more) for stage, more in self.extra.items()})
+        extra = {int(stage): tuple(map(_plain, more)) for stage, more in self.extra.items()}
+        object.__setattr__(self, "extra", extra)
         inside = ("send_inside",) if self.send_inside is not None else ()
         _check_not_negative(self, ("F", "I", "W", "FB", "send", *inside))
         if self.ranks_per_node < 1:
@@ -170,6 +172,8 @@ class MemoryModel:
     fixed: float = 0.0
 
     def __post_init__(self):
+        _make_plain(self)
+        object.__setattr__(self, "extra", {int(stage): _plain(more) for stage, more in self.extra.items()})
         _check_not_negative(self, (*_PER_LAYER_SIZES, "boundary", "fixed"))
         for stage, more in self.extra.items():
             if not math.isfinite(more):
@@ -218,6 +222,16 @@ def _by_op(f: float, i: float, w: float) -> Mapping[Op, float]:
 def stages_a_share(placement: Placement) -> float:
     """The number of stages into which a pipe cuts a rank's share of the model: 1 on a line, 2 on a V."""
     return placement.num_model_stages / placement.num_ranks
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's number as Python's: sums of NumPy's would overflow int32 or be float32, and JSON has no form for them."""
+    return value.item() if hasattr(value, "item") else value
+
+
+def _make_plain(model: "CostModel | MemoryModel") -> None:
+    for field in dataclasses.fields(model):
+        object.__setattr__(model, field.name, _plain(getattr(model, field.name)))
 
 
 def _check_not_negative(model: CostModel | MemoryModel, names) -> None:

@@ -7,6 +7,7 @@ A schedule is a value. It says, for each rank, in which order that rank works on
 import dataclasses
 import enum
 import functools
+import operator
 import re
 from typing import NamedTuple
 
@@ -100,6 +101,8 @@ class Placement:
             raise ValueError(
                 f"Placement: ranks must be 0..{len(used) - 1} with none left out, got {sorted(used)}"
             )
+        # JSON has no form for NumPy's integers.
+        object.__setattr__(self, "pipes", tuple(tuple(map(int, pipe)) for pipe in self.pipes))
 
     @classmethod
     def linear(cls, num_ranks: int) -> "Placement":
@@ -213,6 +216,7 @@ class Schedule:
                 f"Schedule: name {self.name!r} has line breaks or control characters; "
                 "give one line of printable characters"
             )
+        object.__setattr__(self, "num_microbatches", operator.index(self.num_microbatches))
 
     @property
     def num_ranks(self) -> int:

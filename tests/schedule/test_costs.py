@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 
+import numpy as np
 import pytest
 
 from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Op, choose, lower_bound, simulate
@@ -117,6 +118,16 @@ def test_sizes_divide_but_for_the_boundary():
     assert sizes.divided(2) == MemoryModel(2, 1, 3, 8, 5)
     assert sizes.for_schedule(dualpipe(4, 8)) == sizes
     assert sizes.for_schedule(dualpipe_v(4, 8)) == sizes.divided(2)
+
+
+def test_numpys_numbers_are_summed_as_pythons_are():
+    size, extra = np.int32(1_500_000_000), {0: np.int32(2_000_000_000)}
+    sizes = MemoryModel(residual_i=size, residual_w=size, parameters=size, extra=extra)
+    extra.clear()
+    assert simulate(gpipe(2, 3)).memory(sizes) == (12.5e9, 10.5e9)
+    assert CostModel(np.int8(100), np.int8(100), np.int8(100)).FB == 300
+    costs = CostModel(*np.full(3, 0.1, np.float32), extra={-1: tuple(np.ones(3, np.float32))})
+    assert costs == CostModel(*[float(np.float32(0.1))] * 3, extra={-1: (1.0, 1.0, 1.0)})
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ def to_json(schedule: Schedule, more: Mapping[str, Any] | None = None) -> str:
     orders = (json.dumps([spelt(slot) for slot in order]) for order in schedule.orders)
     entries = {
         "name": json.dumps(schedule.name),
-        "num_microbatches": json.dumps(int(schedule.num_microbatches)),
+        "num_microbatches": json.dumps(schedule.num_microbatches),
         "pipes": json.dumps(schedule.placement.pipes),
         "orders": "[\n    " + ",\n    ".join(orders) + "\n  ]",
     } | added

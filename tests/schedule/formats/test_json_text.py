@@ -1,8 +1,19 @@
 import json
 
+import numpy as np
 import pytest
 
-from dualpipe_jax.schedule import ALL_SCHEDULES, Placement, Schedule, dualpipe
+from dualpipe_jax.schedule import (
+    ALL_SCHEDULES,
+    CostModel,
+    Placement,
+    Schedule,
+    dualpipe,
+    gpipe,
+    html_page,
+    simulate,
+    to_chrome_trace,
+)
 from dualpipe_jax.schedule.formats.json_text import from_json, to_json
 
 GOOD = {"name": "a", "num_microbatches": 1, "pipes": [[0]], "orders": [["0F0", "0B0"]]}
@@ -18,6 +29,14 @@ def test_the_entries_are_plain():
     assert list(entries) == ["name", "num_microbatches", "pipes", "orders", "makespan"]
     assert entries["pipes"] == [[0, 1], [1, 0]]
     assert entries["orders"][0] == ["0F0", "3F0", "0F1", "3B0", "3F1+0B0", "3B1", "0I1", "0W1"]
+
+
+def test_counts_of_numpy_are_written_too():
+    placement = Placement(tuple(map(tuple, np.array([[0, 1], [1, 0]]))))
+    schedule = Schedule("dualpipe", placement, np.int64(4), dualpipe(2, 4).orders)
+    assert to_json(schedule) == to_json(dualpipe(2, 4))
+    json.dumps(to_chrome_trace(simulate(schedule)))
+    html_page(gpipe(2, np.int64(2)), CostModel(F=np.float32(2)), recipes=[gpipe])
 
 
 def test_other_entries_and_spaces_count_for_nothing():
