@@ -78,7 +78,7 @@ def memory_limits(
     ranks, unit = placements[0].num_ranks, problem.memory.live
     least = min(least_memory(p, problem.of_stages(p).memory) for p in placements)
     kept = 1.0  # in activations, where the least memory has one
-    memory_limits: dict[float, float] = {}
+    memory_limits = {least: 0.5}  # also where activations take no memory
     while unit and kept <= 1.5 * ranks:
         memory_limits[least + (kept - 1) * unit] = 0.5
         kept = max(kept + 0.5, math.floor(2.5 * kept) / 2)

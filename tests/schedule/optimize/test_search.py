@@ -193,6 +193,13 @@ def test_own_recipes_are_where_it_starts():
     assert makespan(found, costs) <= makespan(one_f_one_b(4, 8), costs)
 
 
+def test_something_is_found_where_only_parameters_take_memory():
+    """No recipe makes this placement, and with activations of no size no limit but the least was climbed."""
+    placement, memory = Placement(((0, 0, 1, 1),)), MemoryModel(residual_i=0, parameters=1)
+    found = search(2, 2, memory_limit=1.5, placement=placement, memory=memory, effort=0.01)
+    assert validate(found).placement == placement
+
+
 @pytest.mark.parametrize("options", [{"effort": 0}, {"seconds": 0}], ids=str)
 def test_something_is_found_even_from_nothing(options):
     found = validate(search(3, 5, memory_limit=1, schedules=(), **options))
