@@ -117,9 +117,9 @@ def _in_whole_steps(costs: CostModel) -> tuple[float, CostModel]:
     inside = costs.send if costs.send_inside is None else costs.send_inside
     times = [costs.F, costs.I, costs.W, costs.FB, costs.send, inside, *itertools.chain(*costs.extra.values())]
     exact = [Fraction(time).limit_denominator(1000) for time in times]
-    if any(abs(float(e) - time) > REL_TOLERANCE * max(1, time) for e, time in zip(exact, times, strict=True)):
+    if any(abs(float(e) - time) > REL_TOLERANCE * abs(time) for e, time in zip(exact, times, strict=True)):
         raise ValueError(
-            f"optimum: costs {times} of a stage have no common unit; round them to multiples of one, "
+            f"optimum: costs {times} of a stage have no common unit, or one far below 1; give multiples of one, "
             "such as F=2, I=3, W=2"
         )
     below = math.lcm(*(e.denominator for e in exact))

@@ -279,8 +279,10 @@ def test_time_that_runs_out_is_said():
         (lambda: optimum(Placement.linear(2), 2, CostModel(blocking=True)), "sends that do not block"),
         (
             lambda: optimum(Placement.linear(2), 2, CostModel(F=math.pi)),
-            "have no common unit; round them to multiples of one, such as F=2, I=3, W=2",
+            "have no common unit, or one far below 1; give multiples of one, such as F=2, I=3, W=2",
         ),
+        (lambda: optimum(Placement.linear(2), 2, CostModel(1e-10, 1e-10, 1e-10)), "or one far below 1"),
+        (lambda: optimum(Placement.linear(2), 2, CostModel(W=1e-10)), "or one far below 1"),
         (
             lambda: optimum(Placement.v(4), 8, CostModel(1, 1.64, 0.97)),
             "variables, more than 50000; give fewer, or costs with a greater common unit",
