@@ -71,9 +71,7 @@ def from_torch_csv(text: str, placement: Placement | None = None, name: str = "p
         their number is not that of the placement's ranks.
     """
     lines = enumerate(text.removeprefix("\ufeff").splitlines(), 1)
-    written = {number: line for number, line in lines if line.strip()}
-    read = zip(written, csv.reader(written.values()), strict=True)
-    rows = {number: _read_row(number, row) for number, row in read}
+    rows = {number: _read_row(number, line) for number, line in lines if line.strip()}
     orders = tuple(tuple(slot for _, slot in row) for row in rows.values())
     if placement is None:
         placement = _as_two_pipes(_one_pipe(rows), orders)
@@ -109,7 +107,12 @@ def _in_columns(rows: Sequence[Sequence[str]], starts: Sequence[Sequence[float]]
     return spread
 
 
-def _read_row(line: int, row: Sequence[str]) -> _Row:
+def _read_row(line: int, text: str) -> _Row:
+    try:
+        # Each line by itself: a quotation mark that is not closed would take in the lines after it.
+        row = next(csv.reader([text]))
+    except csv.Error as error:
+        raise ValueError(f"from_torch_csv: line {line} is no CSV: {error}") from None
     read = ((number, _read_cell(line, number, cell.strip())) for number, cell in enumerate(row, 1))
     return [(number, slot) for number, slot in read if slot]
 

@@ -120,6 +120,8 @@ def test_what_hangs_as_two_pipes_as_well_is_taken_for_one():
         ("0F0,0B0\n1F0,,1X0", r"line 2, cell 3: cannot read '1X0'; expected an action such as 0F0"),
         ("0F0,0B0junk", r"line 1, cell 2: cannot read '0B0junk'"),
         ("0F0,(1F0;0B0)OVERLAP", r"line 1, cell 2: cannot read '\(1F0;0B0\)OVERLAP'"),
+        ('0F0,0B0\n1F0,"1B0\n2F0,2X0', r"line 3, cell 2: cannot read '2X0'"),
+        ("0" * 200_000, r"line 1 is no CSV: field larger than field limit"),
         ("(1F0)OVERLAP_F_B", r"line 1, cell 1: cannot read '\(1F0\)OVERLAP_F_B'"),
         ("(1F0;2F0;0B0)OVERLAP_F_B", r"line 1, cell 1: cannot read .* a pair such as \(0F3;3B1\)OVERLAP_F_B"),
         ("0F0,0B0\n1F0,,0F1", r"line 2, cell 3: 0F1, but line 1 runs stage 0 already; .* move it there"),
