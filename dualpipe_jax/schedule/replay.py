@@ -1,6 +1,7 @@
 """Compare a measured step with a simulated one: what its units cost, and which ranks and units differ most."""
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections import defaultdict
@@ -29,7 +30,7 @@ class Measured:
         likewise.
 
     Raises:
-      ValueError: a slot has no time, ends before it starts, or starts before the rank's previous slot starts.
+      ValueError: a slot has no finite time, ends before it starts, or starts before the rank's previous slot starts.
     """
 
     schedule: Schedule
@@ -47,15 +48,16 @@ class Measured:
         for rank, (starts, ends) in enumerate(zip(self.starts, self.ends, strict=True)):
             for index, (start, end) in enumerate(zip(starts, ends, strict=True)):
                 before = starts[index - 1] if index else start
-                if not before <= start <= end:
+                if not before <= start <= end < math.inf:
                     raise ValueError(
                         f"Measured: rank {rank}, slot {index} runs from {start:g} to {end:g}, the one before it from "
-                        f"{before:g}; a slot ends after it starts, and slots start in order"
+                        f"{before:g}; times are finite, a slot ends after it starts, and slots start in order"
                     )
 
     @property
     def makespan(self) -> float:
-        return max((ends[-1] for ends in self.ends if ends), default=0.0)
+        # Slots may overlap: a rank's last one need not end last.
+        return max(itertools.chain.from_iterable(self.ends), default=0.0)
 
     @property
     def busy(self) -> tuple[float, ...]:

@@ -209,6 +209,11 @@ SLICES = [
 ]
 
 
+def test_the_step_ends_with_the_slot_that_ends_last():
+    overlapping = [SLICES[0] | {"dur": 5}, SLICES[1]]
+    assert read_measured(json.dumps([ROW, *overlapping]))[0].makespan == pytest.approx(0.005)
+
+
 def test_what_is_no_part_of_a_step_is_passed_over():
     """What other programs write into a trace, and no number of a rank."""
     more = [
@@ -233,6 +238,7 @@ def test_what_is_no_part_of_a_step_is_passed_over():
         ({"ts": None}, "the slice '0F0' has ts null; give a number"),
         ({"dur": 10**400}, "the slice '0F0' has dur 1000*; give a number"),
         ({"ts": float("nan")}, "rank 0, slot 0 runs from nan to nan"),
+        ({"dur": float("inf")}, "rank 0, slot 0 runs from 0 to inf, .*; times are finite"),
         ({"args": {"pipe": [0]}}, r"the slice of 0F0 has pipe \[0\]; give its number"),
         ({"name": "1000000000F0"}, "no slice of stage 1, but of stage 1000000000"),
         ({"name": "0F1000000000"}, "0B0"),
