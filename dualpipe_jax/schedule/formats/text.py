@@ -155,7 +155,7 @@ def scale_of(timeline: Timeline, length: Callable[[Slot], int]) -> float:
       ValueError: a slot takes no time, or a line would be too long.
     """
     schedule, costs = timeline.schedule, timeline.costs
-    slots = set(itertools.chain.from_iterable(schedule.orders))
+    slots = dict.fromkeys(itertools.chain.from_iterable(schedule.orders))
     free = next((slot for slot in slots if not costs.of(slot, schedule.placement)), None)
     if free is not None:
         raise ValueError(
