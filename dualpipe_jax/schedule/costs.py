@@ -134,7 +134,19 @@ class CostModel:
 
     def for_schedule(self, schedule: Schedule) -> Self:
         """Costs of one stage of the schedule, if these are the costs of a rank's equal share of the model."""
-        return self.divided(stages_a_share(schedule.placement))
+        return self.of_stages(schedule.placement)
+
+    def of_stages(self, placement: Placement) -> Self:
+        """Costs of one stage of a placement, if these are the costs of a rank's equal share of the model.
+
+        Raises:
+          ValueError: the extras of a stage, which has two if it is both first and last, subtract more than it costs.
+        """
+        own, depth = self.divided(stages_a_share(placement)), placement.num_model_stages
+        for stage in own.extra:
+            if -depth <= stage < depth:
+                own._check_extra(stage, own.more(placement, stage % depth))
+        return own
 
 
 @typechecked

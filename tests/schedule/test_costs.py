@@ -7,7 +7,16 @@ import random
 import numpy as np
 import pytest
 
-from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Op, choose, lower_bound, simulate
+from dualpipe_jax.schedule import (
+    ALL_SCHEDULES,
+    CostModel,
+    MemoryModel,
+    Op,
+    Placement,
+    choose,
+    lower_bound,
+    simulate,
+)
 from dualpipe_jax.schedule.lowering.lower import lower
 from dualpipe_jax.schedule.recipes import chimera, dualpipe, dualpipe_v, gpipe, one_f_one_b, zb_h1
 
@@ -130,6 +139,17 @@ def test_numpys_numbers_are_summed_as_pythons_are():
     assert costs == CostModel(*[float(np.float32(0.1))] * 3, extra={-1: (1.0, 1.0, 1.0)})
 
 
+def less_at_both_ends(less):
+    return CostModel(extra={0: (less,) * 3, -1: (less,) * 3})
+
+
+def test_a_stage_that_is_both_ends_may_cost_next_to_nothing():
+    assert simulate(gpipe(1, 2), less_at_both_ends(-0.5).for_schedule(gpipe(1, 2))).makespan == 0
+    assert simulate(gpipe(2, 1), less_at_both_ends(-0.6).for_schedule(gpipe(2, 1))).makespan == pytest.approx(
+        2.4
+    )
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -138,6 +158,11 @@ def test_numpys_numbers_are_summed_as_pythons_are():
         (lambda: CostModel(extra={0: (1, -2, 0)}), r"extra\[0\]=\(1, -2, 0\) takes more away than"),
         (lambda: CostModel(FB=0.5, extra={0: (-0.2,) * 3}), r"FB = 0.5; cut the model into fewer stages"),
         (lambda: CostModel(extra={0: (-0.6, 0, 0)}).divided(2), r"F, I, W = \(0.5, 0.5, 0.5\)"),
+        (lambda: less_at_both_ends(-0.6).for_schedule(gpipe(1, 2)), r"extra\[0\]=\(-1.2, .* takes more away"),
+        (
+            lambda: lower_bound(1, 2, less_at_both_ends(-0.6), placement=Placement.linear(1)),
+            "takes more away",
+        ),
         (lambda: CostModel(send_inside=-1), r"CostModel: costs.*at least 0, got send_inside=-1"),
         (lambda: CostModel(ranks_per_node=0), r"ranks_per_node=0; a node has at least one rank"),
         (lambda: MemoryModel(extra={0: float("inf")}), r"MemoryModel: extra\[0\]=inf"),

@@ -27,5 +27,5 @@ class Problem:
 
     def of_stages(self, placement: Placement) -> "Problem":
         """The problem with costs and sizes of one stage of a placement."""
-        share = stages_a_share(placement)
-        return dataclasses.replace(self, costs=self.costs.divided(share), memory=self.memory.divided(share))
+        memory = self.memory.divided(stages_a_share(placement))
+        return dataclasses.replace(self, costs=self.costs.of_stages(placement), memory=memory)

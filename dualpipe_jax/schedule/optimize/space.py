@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 
-from dualpipe_jax.schedule.costs import CostModel, at_most, stages_a_share
+from dualpipe_jax.schedule.costs import CostModel, at_most
 from dualpipe_jax.schedule.ir import Placement
 from dualpipe_jax.schedule.optimize.bounds import bound_of_stages, check_placement
 from dualpipe_jax.schedule.optimize.problem import Problem
@@ -42,7 +42,7 @@ def placements_of(
 def can_divide_costs(costs: CostModel, placement: Placement) -> bool:
     """Whether no negative extra exceeds the costs of one of the placement's stages."""
     try:
-        costs.divided(stages_a_share(placement))
+        costs.of_stages(placement)
     except ValueError:
         return False
     return True
