@@ -19,8 +19,9 @@ def improve(
         heaviest device.
       - The heaviest device replaces a copy of an expert that has other copies by any other expert.
     It takes the step with the largest gain for each expert moved: the load of the heaviest device before,
-    less the largest load of all devices concerned after. The steps end when all layers are at their target
-    or no step has a gain.
+    less the largest load of all devices concerned after. That a copy more relieves the other copies of its expert
+    does not count on a device that a copy less burdens. The steps end when all layers are at their target or no
+    step has a gain by this count.
 
     Args:
       held: int64 [layers, devices, slots], the placement to start from.
