@@ -154,6 +154,12 @@ def _sources(
                 wrong.append(f"{entry.name}: lies in pieces, must be whole on one process's devices")
             else:
                 found[entry.name] = source
+        if leaf.numbers is not None and bool(jnp.any(array != leaf.numbers)):
+            # Every shape may fit, and yet the layers lie elsewhere: they would be written under others' names.
+            wrong.append(
+                f"routing.row: layers do not lie as in the plan {model.layout.plan}: give the stages, and arrange, "
+                "that params were made with"
+            )
         unheld = config.score == "softmax" and not leaf.entries and leaf.numbers is None
         if unheld and bool(jnp.any(array != 0)):
             wrong.append("routing.bias: deepseek_v2 has no selection bias, it must be zero")

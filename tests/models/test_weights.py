@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from dualpipe_jax.engine.stages import PlacedStages, to_placed
 from dualpipe_jax.parallel import make_mesh
 from dualpipe_jax.schedule import dualpipe_v
-from models import deepseek, tiny, weights
+from models import deepseek, layer_plan, tiny, weights
 from models.weights import WeightsError, reading
 from models.weights.config_json import from_json, to_json
 from models.weights.files import DTYPES, Reader
@@ -399,6 +399,20 @@ def test_what_the_published_format_cannot_hold_is_refused(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(WeightsError, match="model.safetensors: is there already"):
         weights.save(tmp_path, CONFIG, random_params(CONFIG))
+
+
+def test_layers_that_lie_elsewhere_are_not_saved_under_others_names(tmp_path):
+    """All shapes fit: both plans have three stages of at most three layers with experts."""
+    config = dataclasses.replace(CONFIG, num_layers=9, num_mtp_layers=0)
+    plan, own = (4, 3, 2), layer_plan(config, 3)
+    params = random_params(config, plan)
+    assert own != plan
+    chex.assert_trees_all_equal_shapes(params, random_params(config, own))
+    with pytest.raises(WeightsError, match=re.escape(f"layers do not lie as in the plan {own}")):
+        weights.save(tmp_path, config, params)
+    assert not list(tmp_path.iterdir())
+    weights.save(tmp_path, config, params, stages=plan)
+    chex.assert_trees_all_equal(weights.load(tmp_path, stages=plan)[1], params)
 
 
 @pytest.mark.slow
