@@ -108,7 +108,7 @@ def open_lazily(folder: Path, check: Check | None = None) -> tuple[Config, Tree,
         raise WeightsError(folder, [problem])
     if metadata.get("format") != FORMAT or "model" not in metadata:
         raise WeightsError(folder, [f"format {metadata.get('format')}, must be {FORMAT}"])
-    config = _config(folder, metadata["model"])
+    config = _config(folder, metadata)
     model = deepseek(config, 1)
     leaves, treedef = jax.tree_util.tree_flatten_with_path(jax.eval_shape(model.init, jax.random.key(0)))
     stacked = any(re.match(f"{PREFIX}stages/layers/[^0-9]", name) for name in metadata["arrays"])
@@ -218,9 +218,12 @@ def _read_or_raise(folder: Path, read: Callable[[], Any]) -> Any:
     raise WeightsError(folder, [f"cannot be read: {wrong}"])
 
 
-def _config(folder: Path, numbers: Mapping[str, Any]) -> Config:
-    known = {field.name for field in dataclasses.fields(Config)}
-    dtype = jnp.bfloat16 if numbers.get("compute_dtype") == "bfloat16" else jnp.float32
+def _config(folder: Path, metadata: Mapping[str, Any]) -> Config:
+    numbers, known = metadata["model"], {field.name for field in dataclasses.fields(Config)}
+    # A run may be resumed in another dtype, so the trainer has it among its options, not among the model's numbers.
+    options = metadata.get("options", {})
+    name = numbers.get("compute_dtype") or options.get("step", {}).get("precision")
+    dtype = jnp.bfloat16 if name == "bfloat16" else jnp.float32
     try:
         return Config(**{k: v for k, v in numbers.items() if k in known} | {"compute_dtype": dtype})
     except (TypeError, ValueError) as error:

@@ -19,6 +19,7 @@ import pytest
 import tokenizers
 from safetensors.numpy import load_file
 
+from dualpipe_jax.step_options import StepOptions
 from models import weights
 from models.weights import WeightsError, load_tokenizer
 from models.weights.__main__ import main
@@ -26,6 +27,8 @@ from models.weights.faults import silence_orbax
 from models.weights.native import read, write
 from models.weights.tokenizer import bytes_of
 from tests.models.test_weights import CONFIG, random_params
+from train.config import TrainConfig
+from train.options import options_as_dict
 
 TEXT = "Experts are chosen by scores; the bias takes part in the choice only. Zwölf Boxkämpfer!"
 
@@ -91,13 +94,15 @@ def test_a_step_of_the_trainers_can_be_published(tmp_path):
         "arrays": {name: [list(leaf.shape), str(leaf.dtype)] for name, leaf in flat.items()},
         "corpus": "x",
         "published": {"eos_token_id": 7},
+        "options": options_as_dict(TrainConfig(step=StepOptions(precision="bfloat16"))),
     }
     make_tokenizer(tmp_path)
     with ocp.training.Checkpointer(tmp_path / "steps") as store:
         store.save(3, flat, custom_metadata=facts)
     assert main([str(tmp_path / "steps" / "3"), str(tmp_path / "out"), "--no-mtp"]) == 0
     config, got = weights.load(tmp_path / "out")
-    assert config == dataclasses.replace(CONFIG, num_mtp_layers=0)
+    assert config == dataclasses.replace(CONFIG, num_mtp_layers=0, compute_dtype=jnp.bfloat16)
+    assert all_tensors(tmp_path / "out")["model.norm.weight"].dtype == jnp.bfloat16
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 7
     assert (
         load_tokenizer(tmp_path / "out").encode("ab").tolist()
