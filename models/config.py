@@ -133,7 +133,7 @@ class Config:
                 not 0 <= self.num_dense_layers <= self.num_layers,
             ),
             (f"qk_rope_dim {self.qk_rope_dim} must be even", self.qk_rope_dim % 2 != 0),
-            (f"yarn_factor {self.yarn_factor} must be at least 1, which is none", self.yarn_factor < 1),
+            (f"yarn_factor {self.yarn_factor} must be at least 1, which is none", not self.yarn_factor >= 1),
             (
                 "qk_nope_dim and qk_rope_dim are 0: queries and keys have no width",
                 self.qk_nope_dim == self.qk_rope_dim == 0,

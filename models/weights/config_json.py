@@ -113,6 +113,9 @@ def from_json(data: Mapping[str, Any]) -> Published:
         config = Config(**values)
     except ValueError as error:
         raise WeightsError("config.json", [str(error)]) from None
+    if not config.num_moe_layers:
+        wrong = [f"first_k_dense_replace is {config.num_dense_layers}, must be below num_hidden_layers"]
+        raise WeightsError("config.json", wrong)
     scaling = _scaling(data)
     given = scaling.get("attention_factor")
     if given is not None and not math.isclose(given, rope_factor(config), rel_tol=1e-6):
@@ -232,6 +235,11 @@ def _damaged_rope(data: Mapping[str, Any]) -> list[str]:
             for name, value in numbers.items()
             if not isinstance(value, int | float | None)
         ]
+    wrong += [
+        f"{key} is {data[key]!r}, must be a number"
+        for key in ("rope_theta", "max_position_embeddings")
+        if not isinstance(data.get(key), int | float | None)
+    ]
     one, other = places.values()
     if one and other and one != other:
         wrong.append("rope_parameters and rope_scaling are both there and differ: leave one of them out")
