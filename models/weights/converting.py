@@ -1,6 +1,7 @@
 """Conversion of a checkpoint from one format to the other, with a progress bar."""
 
 import dataclasses
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -64,9 +65,11 @@ def convert(options: Options) -> str:
     """Convert a checkpoint as the options say; return a line that says what was done.
 
     Raises:
-      WeightsError: IN is not a checkpoint, or OUT exists already.
+      WeightsError: IN is not a checkpoint, OUT exists already, or files can have no such size.
     """
     source, target = options.source, options.target
+    if not 0 < options.file_gb < math.inf:  # NaN is not, either
+        raise WeightsError("--file-gb", [f"is {options.file_gb}, must be above 0 and finite"])
     if target.exists():
         raise WeightsError(target, ["is there already"])
     published = (source / "config.json").exists()

@@ -119,6 +119,9 @@ def test_what_cannot_be_converted(tmp_path, capsys):
     assert "nothing:\n  neither config.json nor Orbax's files" in capsys.readouterr().err
     assert main([str(tmp_path), str(tmp_path)]) == 2
     assert "is there already" in capsys.readouterr().err
+    for size in ("inf", "nan", "0"):  # before anything is read
+        assert main([str(tmp_path / "nothing"), str(tmp_path / "out"), "--file-gb", size]) == 2
+        assert "--file-gb" in capsys.readouterr().err
     facts = {"format": 1, "model": dataclasses.asdict(CONFIG) | {"compute_dtype": "float32"}, "arrays": {}}
     ocp.save(tmp_path / "half", {"params/shared/norm/weight": jnp.ones(16)}, custom_metadata=facts)
     with pytest.raises(WeightsError, match="params/shared/embed_tokens: missing, must be"):
