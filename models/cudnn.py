@@ -31,10 +31,11 @@ MIN_VERSION_UNEQUAL_WIDTHS = 91000
 """cuDNN 9.10, the first version that takes keys and values of different widths, on Hopper and later."""
 
 
-def cudnn_supports(q_BHSX: Array | jax.ShapeDtypeStruct) -> bool:
-    """Return whether cuDNN's attention takes the dtype and, on the GPU that runs the program, the width of heads."""
-    narrow = q_BHSX.dtype in (jnp.bfloat16, jnp.float16)
-    return narrow and q_BHSX.shape[-1] % 8 == 0 and q_BHSX.shape[-1] <= widest_heads()
+def cudnn_supports(q_BHSX: Array | jax.ShapeDtypeStruct, v_BHSV: Array | jax.ShapeDtypeStruct) -> bool:
+    """Return whether cuDNN's attention takes the dtype and, on the GPU that runs the program, the widths of heads."""
+    narrow, width = q_BHSX.dtype in (jnp.bfloat16, jnp.float16), q_BHSX.shape[-1]
+    values_fit = v_BHSV.shape[-1] <= width or _supports_unequal_widths()
+    return narrow and values_fit and width % 8 == 0 and width <= widest_heads()
 
 
 def widest_heads() -> int:
@@ -65,13 +66,14 @@ def cudnn_attention(
     """Compute ``causal_attention`` by cuDNN's flash attention. Segments take a mask [B, S, S] in the GPU's memory.
 
     Raises:
-      UnfitError: cuDNN does not take the dtype or the width of heads on the GPU that runs the program, or segments have
+      UnfitError: cuDNN does not take the dtype or widths of heads on the GPU that runs the program, or segments have
         an odd length.
     """
-    if not cudnn_supports(q_BHSX):
+    if not cudnn_supports(q_BHSX, v_BHSV):
         raise UnfitError(
-            f"cudnn_attention: heads are {q_BHSX.shape[-1]} wide and {q_BHSX.dtype.name}; cuDNN takes 16 bits and "
-            f"multiples of 8, on this GPU {widest_heads()} at most: take attention 'plain'"
+            f"cudnn_attention: heads are {q_BHSX.shape[-1]} wide and {q_BHSX.dtype.name}, values {v_BHSV.shape[-1]} "
+            f"wide; cuDNN takes 16 bits and multiples of 8, on this GPU {widest_heads()} at most, and before Hopper "
+            "no values wider than heads: take attention 'plain'"
         )
     if segment_ids is not None and segment_ids.shape[-1] % 2:
         raise UnfitError(

@@ -122,13 +122,17 @@ class Kernels:
         dtype, heads = jnp.dtype(config.compute_dtype), config.qk_nope_dim + config.qk_rope_dim
         attention, experts = f"attention {self.attention}", f"experts {self.matmul}"
         if self.attention == "auto" and platform == "gpu":
-            asked = jax.ShapeDtypeStruct((1, config.num_heads, 1, heads), dtype)
+            q, v = (
+                jax.ShapeDtypeStruct((1, config.num_heads, 1, width), dtype)
+                for width in (heads, config.v_head_dim)
+            )
             attention = (
                 "attention cudnn"
-                if cudnn_supports(asked)
+                if cudnn_supports(q, v)
                 else (
-                    f"attention plain, slow and with all scores at once: cuDNN takes 16 bits and heads of up to "
-                    f"{widest_heads()}, these are {dtype.name} and {heads} wide"
+                    "attention plain, slow and with all scores at once: cuDNN takes 16 bits and heads of multiples "
+                    f"of 8 up to {widest_heads()}, before Hopper no wider values; these are {dtype.name}, {heads} "
+                    f"and {config.v_head_dim} wide"
                 )
             )
         elif self.attention == "auto":
@@ -169,21 +173,22 @@ def _on_gpu(rows: Array, w_LDF: Array, handle: Handle, **options: bool) -> Array
 
 def _with_plain_fallback(
     kernel: Callable[..., Array],
-    takes: Callable[[Array], bool],
+    takes: Callable[[Array, Array], bool],
     q: Array,
     k: Array,
     v: Array,
     scale: float,
     segment_ids: Array | None = None,
 ) -> Array:
-    return (kernel if takes(q) else causal_attention)(q, k, v, scale, segment_ids=segment_ids)
+    return (kernel if takes(q, v) else causal_attention)(q, k, v, scale, segment_ids=segment_ids)
 
 
 # ---------------------------------------------------------------------------------------------- splash
 
 
-def splash_supports(q_BHSX: Array) -> bool:
-    """Return whether the sequence divides into blocks of 128."""
+def splash_supports(q_BHSX: Array, v_BHSV: Array) -> bool:
+    """Return whether the sequence divides into blocks of 128; values may have any width."""
+    del v_BHSV
     return q_BHSX.shape[2] % 128 == 0
 
 

@@ -195,7 +195,8 @@ def test_where_sums_have_one_order_the_backward_call_says_so(monkeypatch):
 def test_cudnn_says_what_it_does_not_take():
     q, k, v, _ = heads(jnp.float32)
     with pytest.raises(
-        UnfitError, match="heads are 24 wide and float32; cuDNN takes 16 bits .* take attention"
+        UnfitError,
+        match="heads are 24 wide and float32, values 16 wide; cuDNN takes 16 bits .* take attention",
     ):
         cudnn_attention(q, k, v, 0.3)
     q, k, v = (a[:, :, :-1].astype(jnp.bfloat16) for a in (q, k, v))
@@ -206,7 +207,8 @@ def test_cudnn_says_what_it_does_not_take():
 @pytest.mark.parametrize("dtype, width, takes", [("bfloat16", 192, True), ("float32", 192, False),
     ("bfloat16", 20, False), ("bfloat16", 264, False)])  # fmt: skip
 def test_what_cudnn_takes(dtype, width, takes):
-    assert cudnn_supports(jax.ShapeDtypeStruct((1, 8, 2, width), dtype)) is takes
+    asked = jax.ShapeDtypeStruct((1, 8, 2, width), dtype)
+    assert cudnn_supports(asked, asked) is takes
 
 
 @pytest.mark.parametrize(
@@ -225,7 +227,7 @@ def test_the_widths_that_cudnn_takes_are_those_of_the_gpu_to_compile_for(kind, w
     mesh = jax.sharding.AbstractMesh((2,), ("ep",), abstract_device=device)
     asked = jax.ShapeDtypeStruct((1, 8, 2, width), jnp.bfloat16)
     with jax.sharding.use_abstract_mesh(mesh):
-        assert cudnn_supports(asked) is takes
+        assert cudnn_supports(asked, asked) is takes
         run = functools.partial(cudnn_attention, scale=0.3)
         if not takes:
             with pytest.raises(ValueError, match="on this GPU 128 at most"):
@@ -235,6 +237,9 @@ def test_the_widths_that_cudnn_takes_are_those_of_the_gpu_to_compile_for(kind, w
         assert jax.eval_shape(run, asked, asked, values).shape == (1, 8, 2, 64)
         (call,) = calls(run, asked, asked, values)
         assert call[1][2][-1] == (width if "A100" in kind else 64)
+        wider = jax.ShapeDtypeStruct((1, 8, 2, width + 8), jnp.bfloat16)  # nothing can fill keys up
+        chosen = Kernels().attend("gpu")
+        assert len(calls(lambda q, k, v: chosen(q, k, v, 0.3), asked, asked, wider)) == ("A100" not in kind)
 
 
 def test_splash_says_what_it_costs_and_how_much_memory_it_takes():
@@ -422,13 +427,13 @@ SAYS = {
         "H100 80GB HBM3",
         "float32",
         "dropless",
-    ): "cuDNN takes 16 bits and heads of up to 256, these are float32 and 192 "
-    "wide; experts triton; --precision bfloat16 has a faster kernel",
+    ): "cuDNN takes 16 bits and heads of multiples of 8 up to 256, before Hopper no wider values; these "
+    "are float32, 192 and 128 wide; experts triton; --precision bfloat16 has a faster kernel",
     (
         "A100-SXM4-80GB",
         "bfloat16",
         "dropless",
-    ): "heads of up to 128, these are bfloat16 and 192 wide; experts triton",
+    ): "up to 128, before Hopper no wider values; these are bfloat16, 192 and 128 wide; experts triton",
     (
         "V100-SXM2-32GB",
         "bfloat16",
