@@ -31,6 +31,9 @@ SIZES = {
 }
 """The published name of each required whole number -> ours."""
 
+MAY_BE_ZERO = ("first_k_dense_replace", "qk_nope_head_dim", "qk_rope_head_dim", "intermediate_size")
+"""The numbers among them that a model may have none of, as in ``Config``."""
+
 REQUIRED_KEYS = {
     "deepseek_v3": ("routed_scaling_factor", "n_group", "topk_group", "n_shared_experts"),
     "deepseek_v2": ("routed_scaling_factor", "n_shared_experts"),
@@ -167,7 +170,7 @@ def _sizes(data: Mapping[str, Any], wrong: list[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, ours in SIZES.items():
         value = data.get(key)
-        least = 0 if key == "first_k_dense_replace" else 1
+        least = 0 if key in MAY_BE_ZERO else 1
         if key not in data:
             wrong.append(f"{key} is missing")
         elif not isinstance(value, int) or isinstance(value, bool) or value < least:

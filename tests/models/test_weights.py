@@ -376,6 +376,8 @@ CONFIGS = {
     "yarn": dict(yarn_factor=40.0, yarn_mscale=0.707, yarn_mscale_all_dim=1.0, yarn_original_seq=32),
     "yarn, none given": dict(yarn_factor=4.0, yarn_mscale=0.0, yarn_mscale_all_dim=0.0, rope_theta=5e4),
     "v2": dict(score="softmax", normalize_top_k=False, attention_bias=False, norm_eps=1e-5),
+    "nothing rotated": dict(qk_rope_dim=0),
+    "rotated alone, nothing dense": dict(qk_nope_dim=0, num_dense_layers=0, dense_hidden=0),
     "v2, greedy": dict(score="softmax", normalize_top_k=False, num_groups=1, tie_embeddings=True),
 }
 
