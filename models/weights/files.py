@@ -62,7 +62,7 @@ class Folder:
     def _add(self, file: Path) -> None:
         try:
             header, data = read_header(file)
-        except (ValueError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             self.complaints.append(f"{file.name}: {error}")
             return
         size = file.stat().st_size

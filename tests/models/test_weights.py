@@ -275,7 +275,9 @@ def test_cut_off_and_missing_files_are_named(tmp_path):
     files[1].write_bytes(files[1].read_bytes()[:-10])
     files[2].write_bytes(b"\xff" * 20)
     files[3].write_bytes(files[3].read_bytes().replace(b'{"', b"!!", 1))
+    (tmp_path / "link.safetensors").symlink_to(tmp_path / "blob")  # as in a cache that was copied in part
     message = refused(tmp_path)
+    assert "link.safetensors: [Errno 2] No such file" in message
     assert f"{files[0].name}: missing, model.safetensors.index.json names it" in message
     assert f"cut off, it ends at byte {files[1].stat().st_size + 10} of the" in message
     assert f"{files[2].name}: cut off or no safetensors: 20 bytes" in message
