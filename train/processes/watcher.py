@@ -43,6 +43,7 @@ class Worker:
     process: subprocess.Popen[bytes]
     pipe: int
     log: Path
+    log_start: int
     last_sign_s: float
     phase: str = ""
 
@@ -58,6 +59,14 @@ class Worker:
         if len(lines) > 1:
             self.last_sign_s, self.phase = time.monotonic(), lines[-2]
         return bool(said)
+
+    def log_tail(self, count: int = 12) -> str:
+        """The last lines that it wrote into its log, indented, without those of gloo about connections, which tell
+        nothing. What was there before is of an earlier start, perhaps one that saved or failed."""
+        written = self.log.read_bytes()[self.log_start :] if self.log.exists() else b""
+        lines = written.decode(errors="replace").splitlines()
+        lines = [line for line in lines if line.strip() and not line.startswith("[Gloo]")]
+        return "\n".join(f"    {line[:300]}" for line in lines[-count:])
 
     def is_silent(self) -> bool:
         """Whether the process has been silent for longer than a process that runs; see ``SILENT_S``, ``STARTING_S``."""
@@ -137,6 +146,7 @@ def run_once(
 def _start(number: int, command: Sequence[str], log: Path, environ: Mapping[str, str]) -> Worker:
     pipe, write_end = os.pipe()
     with log.open("ab") as file:
+        log_start = file.tell()
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -147,7 +157,7 @@ def _start(number: int, command: Sequence[str], log: Path, environ: Mapping[str,
             start_new_session=True,  # Ctrl-C is for the supervisor, which tells them to save
         )
     os.close(write_end)
-    return Worker(number, process, pipe, log, time.monotonic())
+    return Worker(number, process, pipe, log, log_start, time.monotonic())
 
 
 def _watch(workers: Sequence[Worker], requests: StopRequests) -> Outcome:
@@ -206,13 +216,13 @@ def _outcome(workers: Sequence[Worker], requests: StopRequests) -> Outcome:
         how = "told to stop: " + ", ".join(
             f"process {number} {_describe_exit(code)}" for number, code in codes.items()
         )
-        words = log_tail(workers[0].log, 1)  # which step was saved
+        words = workers[0].log_tail(1)  # which step was saved
         return Outcome(requests.code or max(known), f"{how}\n{words}" if words else how)
     final = [worker for worker in workers if worker.code in NO_RESTART]
     if final:
         code = final[0].code
         assert code is not None
-        why = f"process {final[0].id} gave up ({NO_RESTART[code]}):\n{log_tail(final[0].log)}"
+        why = f"process {final[0].id} gave up ({NO_RESTART[code]}):\n{final[0].log_tail()}"
         return Outcome(code, why, (final[0].id,))
     failed = _first_failed(workers)
     why = "; ".join(
@@ -223,7 +233,7 @@ def _outcome(workers: Sequence[Worker], requests: StopRequests) -> Outcome:
     rest = [worker for worker in workers if worker not in failed]
     if rest:
         why += "; then " + ", ".join(f"process {worker.id} {_describe_exit(worker.code)}" for worker in rest)
-    words = log_tail(failed[0].log)
+    words = failed[0].log_tail()
     return Outcome(None, f"{why}\n{words}" if words else why, tuple(worker.id for worker in failed))
 
 
@@ -250,10 +260,3 @@ def _signal(workers: Sequence[Worker], number: signal.Signals) -> None:
     for worker in workers:
         if worker.code is None:
             worker.process.send_signal(number)
-
-
-def log_tail(log: Path, count: int = 12) -> str:
-    """The last lines of a process's log, indented, without those of gloo about connections, which tell nothing."""
-    lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-    lines = [line for line in lines if line.strip() and not line.startswith("[Gloo]")]
-    return "\n".join(f"    {line[:300]}" for line in lines[-count:])

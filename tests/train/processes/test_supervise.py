@@ -280,6 +280,20 @@ def test_codes(tmp_path, codes, code):
     assert run_once(quick(*codes), tmp_path / "0", StopRequests(), os.environ).code == code
 
 
+def test_what_an_earlier_start_wrote_explains_no_later_end(tmp_path):
+    """A resumed run begins with number 0 again, in the same logs: "saved at step 40" is of the start before."""
+    die = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    (tmp_path / "0.0.log").write_text("SIGTERM: saved at step 40\n")
+    told = StopRequests()
+    told.count, told.code = 2, 130
+    assert run_once([die], tmp_path / "0", told, os.environ).why == "told to stop: process 0 died of SIGKILL"
+    why = run_once([die], tmp_path / "0", StopRequests(), os.environ).why
+    assert why == "process 0 died of SIGKILL in its start"
+    assert run_once(quick(70), tmp_path / "0", StopRequests(), os.environ).why.endswith(
+        "its start\n    words"
+    )
+
+
 def test_who_raised_or_died_is_told_from_who_noticed(tmp_path):
     outcome = run_once(quick(71, 70, 71), tmp_path / "0", StopRequests(), os.environ)
     assert outcome.failed == (1,)
