@@ -28,8 +28,8 @@ class RunFolder:
     Attributes:
       path: the path of the folder.
       config: the options of the run.
-      steps: the records of its steps, in order.
-      evaluations: the records of its held-out losses, in order.
+      steps: the records of its steps, in order, without those that the run gave up when it went back.
+      evaluations: the records of its held-out losses, likewise.
       events: the records of its events, such as warnings and experts that moved, in order.
       environment: where the run ran; empty if that is not known.
     """
@@ -56,13 +56,21 @@ class RunFolder:
             raise ConfigError(
                 f"{path}/metrics.jsonl: line {bad[0]} is damaged; take it out, or resume the run, which leaves it out"
             )
-        steps = [r for r in records if "loss" in r]
+        steps, evaluations = list[Mapping[str, Any]](), list[Mapping[str, Any]]()
+        for record in records:
+            if "loss" in record:
+                # A run that went back has given up its steps from there on.
+                for kept in (steps, evaluations):
+                    while kept and kept[-1]["step"] >= record["step"]:
+                        kept.pop()
+                steps.append(record)
+            if "heldout_loss" in record:
+                evaluations.append(record)
         return cls(
             path=path,
             config=apply(TrainConfig(), config, f"{path}/config.json"),
-            # Of a step that was done twice, the later record.
-            steps=tuple({r["step"]: r for r in steps}.values()),
-            evaluations=tuple(r for r in records if "heldout_loss" in r),
+            steps=tuple(steps),
+            evaluations=tuple(evaluations),
             events=tuple(r for r in records if "event" in r),
             environment=_json(path, "environment.json") or {},
         )

@@ -82,6 +82,17 @@ def test_held_out_losses_are_of_one_text(tmp_path):
         assert [told, "held-out loss"] in report_page(RunFolder.read(folder))["tiles"]
 
 
+def test_steps_that_a_run_gave_up_when_it_went_back_are_no_part_of_it(tmp_path):
+    """It went back from step 5 to step 2, and was stopped after step 3, which it did again."""
+    given_up = [record(4, 9.0), {"step": 4, "heldout_loss": 8.0}, record(5, None)]
+    back = {"step": 5, "event": "loss is nan at step 5; back to step 2"}
+    run = RunFolder.read(make_run(tmp_path / "a", records=[*given_up, back, record(3, 3.5)], steps=10))
+    assert run.series("loss") == ([1, 2, 3], [5.5, 4.0, 3.5]) and run.events == (back,)
+    tiles = report_page(run)["tiles"]
+    assert ["3 / 10", "steps"] in tiles and ["3.5000", "last training loss"] in tiles
+    assert "held-out loss" not in [name for _, name in tiles], "there is none but the first"
+
+
 def test_the_heat_map_is_load_over_its_layers_mean(tmp_path):
     load = [[[6, 2], [1, 3]], [[4, 4], [0, 4]]]
     records = [record(4 + 10 * i, 1.0, load=one) for i, one in enumerate(load)]
