@@ -145,15 +145,18 @@ def describe_changes(saved: Facts, ours: Facts) -> list[str]:
     # An option that did not exist yet had today's default.
     before = _leaves(options_as_dict(TrainConfig())) | _leaves(in_current_sections(saved.get("options", {})))
     now = _leaves(ours["options"])
-    options = [name for name in now if before[name] != now[name] and not name.startswith(_UNREPORTED)]
+    options = [name for name in now if before[name] != now[name] and not _is_unreported(name)]
     if options:
         found.append("options changed: " + ", ".join(f"{n} {before[n]} -> {now[n]}" for n in options))
     return found
 
 
-_UNREPORTED = ("name", "runs", "checkpoint.", "log.", "launch.", *(f"step.{name}" for name in LAYOUT))
-"""Beginnings of the names of options whose changes are not listed: they do not change results, or are reported as the
-layout."""
+def _is_unreported(name: str) -> bool:
+    """Whether an option's change is not listed: it does not change results, or is reported as the layout."""
+    section, _, option = name.rpartition(".")
+    if section == "step":
+        return option in LAYOUT
+    return section in ("checkpoint", "log", "launch") or name in ("name", "runs")
 
 
 def describe_difference(before: Any, now: Any) -> str:
