@@ -36,7 +36,9 @@ def silence_orbax() -> Iterator[None]:
     The caller reports the error itself, see ``root_cause``. Everything else is printed as before.
     """
     _ignore_abandoned_reads()
-    logs = logging.getLogger("absl"), logging.getLogger()
+    loggers = logging.getLogger("absl"), logging.getLogger()
+    # A context within another one must not end that one's silence.
+    logs = [log for log in loggers if _is_not_raised_again not in log.filters]
     for log in logs:
         log.addFilter(_is_not_raised_again)
     try:

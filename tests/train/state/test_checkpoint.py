@@ -1,7 +1,9 @@
 """Checkpoints: what comes back, under which layouts, and what happens to what is damaged, foreign or has no room."""
 
+import builtins
 import errno
 import gc
+import io
 import json
 import re
 import resource
@@ -213,6 +215,31 @@ def test_a_disk_that_cannot_be_read_damages_nothing(times, run, layout, state, m
     assert run.steps() == [3] and not (run.folder / DAMAGED_FOLDER).exists() and run.said == []
 
 
+def test_a_disk_that_cannot_read_the_facts_damages_nothing(run, layout, state, monkeypatch):
+    """Orbax logs what the disk says, and goes on as though nothing were written there."""
+    run.save(2, 3)
+    monkeypatch.setattr(checkpoint, "READ_RETRY_WAITS_S", (0.0,) * 3)
+    ours, left = io.open, [0]
+
+    def failing(file, *arguments, **options):
+        if str(file).endswith("3/_CHECKPOINT_METADATA") and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EIO, "Input/output error")
+        return ours(file, *arguments, **options)
+
+    for module in (io, builtins):
+        monkeypatch.setattr(module, "open", failing)
+    with run.open() as checkpoints:
+        left[0] = 2
+        assert_equal(checkpoints.restore(), layout, state, layout)
+        assert checkpoints.restored["step"] == 3
+        left[0] = 1000
+        with pytest.raises(CheckpointError, match="step 3 cannot be read: OSError: .*; tried 4 times"):
+            checkpoints.restore()
+        left[0] = 0
+    assert run.steps() == [2, 3] and run.said == []
+
+
 @pytest.fixture(scope="module")
 def two_steps(tmp_path_factory, layout, state):
     run = Run(tmp_path_factory.mktemp("run"), layout, state)
@@ -288,6 +315,8 @@ def test_changed_options_are_said(run):
     run.restore(steps=500, learning_rate=1e-3, log_every=3)
     told = "optimizer.steps 250 -> 500, optimizer.learning_rate None -> 0.001"
     assert run.said == [f"warning: options changed: {told}"]
+    run.restore(ep_nodes=2)
+    assert run.said[1:] == ["warning: options changed: step.ep_nodes 1 -> 2"], "it adds in another order"
 
 
 def test_options_that_there_were_not_yet_are_no_change():
@@ -305,6 +334,7 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(run, layout, state, monk
     with run.open() as checkpoints:
         checkpoints.save(1, state, RECORD, [])
         checkpoints.finish(1)
+        assert checkpoints.restore() is not None, "which silences Orbax itself, and not only until its end"
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # no file may grow beyond
         try:
             checkpoints.save(2, state, RECORD, [])
@@ -353,6 +383,14 @@ def test_check_says_which_are_whole(run, capsys):
     assert said[0].startswith("step 2: damaged: ") and said[1].startswith("step 3: whole, ")
     shutil.rmtree(run.folder / FOLDER / "2")
     assert main(["--check", str(run.folder)]) == 0
+
+
+def test_a_step_that_a_run_takes_away_while_it_is_checked_is_not_damaged(run):
+    run.save(1, 2, 3)
+    found = verify(run.folder)
+    assert next(found).step == 1
+    shutil.rmtree(run.folder / FOLDER / "2")
+    assert [(status.step, status.problem) for status in found] == [(3, None)]
 
 
 @pytest.fixture
