@@ -1,5 +1,6 @@
 """When a run's experts move, and where to: loads are averaged over steps, and a new placement is found regularly."""
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -76,7 +77,10 @@ class Balancer:
         self._tracker, self._placement = self._first, self._layout.initial_placement
         if saved is None:
             return state
-        self._tracker = LoadTracker.restore(saved["loads"])
+        # --rebalance-every may have changed, and the half-life with it.
+        self._tracker = dataclasses.replace(
+            LoadTracker.restore(saved["loads"]), half_life=self._first.half_life
+        )
         placement = Placement.from_json(saved["placement"])
         if placement.experts.shape != self._layout.initial_placement.experts.shape:
             placement = balance(self._tracker.loads, self._slots, self._layout.initial_placement)

@@ -206,6 +206,13 @@ def test_a_resumed_run_has_its_placement_and_its_loads():
         one.add(COUNTS[:, ::-1])
     assert other.to_json() == balancer.to_json()
     assert other.resume([], None) == [] and other.to_json() == Balancer(FakeLayout(), 4).to_json()
+    # With another --rebalance-every steps weigh by today's half-life: after one step the earlier one is a half.
+    other = Balancer(FakeLayout(), 2)
+    other.resume([], saved)
+    other.add(COUNTS[:, ::-1])
+    loads = other.to_json()["loads"]
+    np.testing.assert_allclose(loads["sums"], 0.5 * COUNTS + COUNTS[:, ::-1])
+    assert (loads["half_life"], loads["weight"]) == (1, 1.5)
     # On other devices it is placed by the loads that were saved.
     balancer, layout = Balancer(FakeLayout(), 4), FakeLayout()
     balancer.add(COUNTS)
