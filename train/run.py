@@ -97,10 +97,12 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
                     (folder / SCHEDULE).write_text(format_grid(this.schedule) + "\n")
             if resume:
                 note(f"resuming from step {0 if state is None else int(state.step)} of {folder}")
+            # Of a start that saved nothing no record stays: it may have had another seed, model or text.
+            upto = -1 if state is None else int(state.step)
             state = this.init() if state is None else state
             path = folder / METRICS if processes.leads else None
             with reporting_write_errors(folder):
-                file = MetricsFile(path, upto=int(state.step) if resume else -1)
+                file = MetricsFile(path, upto)
             if file.damage:
                 note(f"warning: {file.damage}")
             names = config.log.track if processes.leads and not ended else ()
@@ -142,10 +144,19 @@ def train_and_report(
     num_steps, unit = this.config.optimizer.steps, this.corpus.vocabulary.unit
     if int(state.step) >= num_steps:
         say(console, f"the last step, {num_steps}, is done; --steps says how many there should be")
+        # A run that is killed between its last save and its last evaluation leaves that to the next start.
+        if int(state.step) == num_steps and not processes.broadcast(
+            lambda: any(r["step"] == num_steps and "heldout_loss" in r for r in earlier_records)
+        ):
+            processes.heartbeat.phase("evaluating")
+            found = this.held_out(state.params)
+            file.write({"step": num_steps, **found})
+            say(console, f"held-out loss   {found['heldout_loss']:.3f} nats per {unit}")
         export_weights(this, state, console, processes)
         return
     first, carried = int(state.step), dict(checkpoints.restored.get("carried", {}))
-    # Nothing was restored, or the checkpoint is of an earlier trainer, which kept these in metrics.jsonl alone.
+    # Nothing was restored, so nothing is found there, or the checkpoint is of an earlier trainer, which kept these in
+    # metrics.jsonl alone.
     if not carried:
         carried["before"], carried["skipped"] = processes.broadcast(
             lambda: (earlier_held_out_loss(earlier_records), earlier_skipped_batches(earlier_records))

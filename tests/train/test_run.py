@@ -185,6 +185,8 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(finished):
     """After its first steps, wherever that is, and with nothing left but its checkpoints."""
     folder, _ = finished
     options = (*SHORT, "--name", "killed", "--resume")
+    (folder / "runs" / "killed").mkdir()  # what a start with another seed left, which saved nothing
+    (folder / "runs" / "killed" / "metrics.jsonl").write_text('{"step": 0, "heldout_loss": 99.0}\n')
     line = command(*options, "--checkpoint-every", "1")
     with subprocess.Popen(line, cwd=folder, env=around(folder), stderr=subprocess.DEVNULL) as process:
         try:
@@ -198,6 +200,7 @@ def test_a_run_that_was_killed_goes_on_bit_for_bit(finished):
             path.unlink() if path.is_file() else shutil.rmtree(path)
     ended = train(folder, *options)
     assert ended.returncode == 0 and "resuming from step" in ended.stdout, ended.stderr
+    assert "held-out loss   from" in ended.stdout and "99.000" not in ended.stdout
     assert before | curve(folder, "killed") == whole and before.items() <= whole.items()
 
 
@@ -266,6 +269,20 @@ def test_held_out_losses_are_compared_of_one_text(now, before, told, tmp_path, m
     assert [line.get("anew", False) for line in lines if "heldout_loss" in line] == [True, False][not told :]
     assert [line["event"][: len(told)] for line in lines if "event" in line] == ([told] if told else [])
     assert (kept[0]["before"], kept[0].get("since", 0)) == ((3.0, 6) if told else (5.0, 0))
+
+
+@pytest.mark.parametrize("measured", [[], [6], [8]])
+def test_a_run_that_was_killed_before_its_last_evaluation_makes_up_for_it(measured, tmp_path):
+    """Its steps are all done and saved."""
+    config, lines = configure(steps=8), []
+    this = types.SimpleNamespace(config=config, held_out=lambda params: {"heldout_loss": 2.5})
+    this.corpus = types.SimpleNamespace(vocabulary=types.SimpleNamespace(unit="byte"))
+    earlier = [{"step": 8, "loss": 3.0}, *({"step": step, "heldout_loss": 9.0} for step in measured)]
+    said, file = Console(file=io.StringIO(), width=300), types.SimpleNamespace(write=lines.append)
+    state = collections.namedtuple("State", "step params")(8, None)
+    train_and_report(this, state, tmp_path, file, None, said, earlier, Processes())
+    assert lines == ([] if measured == [8] else [{"step": 8, "heldout_loss": 2.5}])
+    assert ("held-out loss   2.500 nats per byte" in said.file.getvalue()) == bool(lines)
 
 
 @pytest.mark.slow
