@@ -61,7 +61,8 @@ def write_report(folder: Path) -> Path:
 
 def render(page: Page) -> str:
     parts = {name: (_HERE / f"page.{name}").read_text(encoding="utf-8") for name in ("css", "js")}
-    data = json.dumps(page, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    # No "<" at all: "</script>" would end the data, and from "<!--<script>" on nothing would.
+    data = json.dumps(page, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     template = string.Template((_HERE / "page.html").read_text(encoding="utf-8"))
     title = page["title"].replace("&", "&amp;").replace("<", "&lt;")
     return template.substitute(parts, title=title, data=data)

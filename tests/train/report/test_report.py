@@ -122,6 +122,9 @@ def test_a_page_survives_names_that_look_like_html():
     page = render({"title": "</script><b>&", "about": "</script>", "tiles": [], "sections": []})
     assert data_of(page)["title"] == "</script><b>&"
     assert "<title>&lt;/script>&lt;b>&amp;</title>" in page
+    page = render({"title": "<!--<script>", "about": "", "tiles": [], "sections": []})
+    assert data_of(page)["title"] == "<!--<script>"
+    assert "<!--" not in page, "from there on no </script> would end the script that holds the data"
 
 
 @pytest.mark.parametrize(
