@@ -123,20 +123,29 @@ def compare_or_report(command: Command) -> int:
     """Compare finished runs, or write the report of one run. Returns the exit code: 1 if compared runs differ, else 0.
 
     Raises:
-      ConfigError: a path is not a run's folder, or only one run is to be compared.
+      ConfigError: a path is not a run's folder, only one run is to be compared, or a report cannot be written.
     """
     from train.report import RunFolder, compare, write_comparison, write_report
 
     if command.report:
-        print(write_report(command.report))
+        try:
+            print(write_report(command.report))
+        except OSError as error:
+            raise ConfigError(
+                f"--report {command.report}: cannot write it: {error.strerror or error}"
+            ) from None
         return 0
     runs = [RunFolder.read(path) for path in command.compare]
     found = compare(runs)
     for one in found:
         print(one)
     page = command.compare[0].parent / f"compare-{'-'.join(run.path.name for run in runs)}.html"
-    write_comparison(runs, found, page)
-    print(f"curves side by side: {page}")
+    try:
+        write_comparison(runs, found, page)
+        print(f"curves side by side: {page}")
+    except OSError as error:
+        # The exit code says whether the runs are equal.
+        print(f"warning: no page with the curves: {page}: {error.strerror or error}", file=sys.stderr)
     return 0 if all(one.equal for one in found) else 1
 
 

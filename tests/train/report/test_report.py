@@ -199,6 +199,18 @@ def test_equal_runs_are_bitwise_equal(tmp_path, capsys):
     assert [s["name"] for s in section(page, "Curves")["charts"][0]["series"]] == ["a", "b"]
 
 
+def test_pages_that_cannot_be_written_are_a_line(tmp_path, capsys):
+    """The exit code of --compare is of the runs; 1 would say that they differ."""
+    for name in "ab":
+        (make_run(tmp_path / name) / "report.html").mkdir()
+    (tmp_path / "compare-a-b.html").mkdir()
+    assert main(["--compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    told = f"warning: no page with the curves: {tmp_path}/compare-a-b.html: Is a directory\n"
+    assert capsys.readouterr().err == told
+    assert main(["--report", str(tmp_path / "a")]) == 2
+    assert capsys.readouterr().err == f"error: --report {tmp_path}/a: cannot write it: Is a directory\n"
+
+
 def test_the_last_bit_is_a_difference(tmp_path, capsys):
     make_run(tmp_path / "a")
     make_run(tmp_path / "b", losses=(5.5, 4.0, np.nextafter(LOSSES[2], 1).item(), 2.0))
