@@ -5,6 +5,7 @@ import datetime
 import importlib.metadata
 import platform
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -60,7 +61,8 @@ def describe(
         "options": options_as_dict(config),
         "layout": {name: getattr(config.step, name) for name in LAYOUT} | {"processes": jax.process_count()},
         "platform": {"devices": jax.devices()[0].device_kind, "machine": platform.machine()}
-        | _sum_order(config),
+        | _sum_order(config)
+        | _cpu(),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax", "numpy")},
     }
 
@@ -70,6 +72,27 @@ def _sum_order(config: TrainConfig) -> dict[str, str]:
     if jax.devices()[0].platform != "gpu":
         return {}
     return {"sums": "in one order" if config.launch.deterministic else ANY_ORDER}
+
+
+_VECTORS = ("fma", "avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "sve2")
+"""Instructions of CPUs, as Linux names them, with which XLA computes in another order or rounds elsewhere."""
+
+_CPU = ("cpu", "vectors")
+"""Facts about a CPU, which earlier trainers did not write."""
+
+
+def _cpu() -> dict[str, str]:
+    """The CPU, for JAX calls each of them "cpu"; {} if other devices compute, or the system does not tell."""
+    if jax.devices()[0].platform != "cpu":
+        return {}
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return {}
+    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    there = told.get("flags", told.get("Features", "")).split()
+    values = told.get("model name", ""), " ".join(name for name in _VECTORS if name in there)
+    return dict(zip(_CPU, values, strict=True))
 
 
 def step_facts(
@@ -135,6 +158,8 @@ def refuse_foreign(saved: Facts, ours: Facts, where: str) -> None:
 
 def describe_changes(saved: Facts, ours: Facts) -> list[str]:
     """All other differences, in words: first those that prevent equal bits from here on, then changed options."""
+    unsaid = {name: value for name, value in ours["platform"].items() if name in _CPU}
+    saved = {**saved, "platform": unsaid | saved.get("platform", {})}
     found = [
         f"not bit for bit: {what} changed, {describe_difference(saved.get(key), ours[key])}"
         for key, what in NOT_BITWISE.items()

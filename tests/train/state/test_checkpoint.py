@@ -5,6 +5,7 @@ import errno
 import gc
 import io
 import json
+import platform
 import re
 import resource
 import shutil
@@ -465,6 +466,20 @@ def test_check_wants_a_run(tmp_path, capsys):
     (tmp_path / FOLDER).mkdir()
     assert main(["--check", str(tmp_path)]) == 1
     assert "no whole step in" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="reads /proc/cpuinfo")
+def test_a_run_that_goes_on_on_another_cpu_is_told(layout):
+    """To JAX each is a "cpu"; with --xla_cpu_max_isa=AVX2 a gradient norm differs on a CPU with AVX-512."""
+    ours = describe(configure(), NUMBERS, "c", layout.canonical)
+    vectors, known = ours["platform"]["vectors"].split(), np._core._multiarray_umath.__cpu_features__
+    for name, in_numpy in (("avx2", "AVX2"), ("avx512f", "AVX512F")):
+        assert in_numpy not in known or (name in vectors) == known[in_numpy]
+    saved = ours | {"platform": ours["platform"] | {"vectors": "of another"}}
+    told = f"not bit for bit: hardware changed, vectors of another -> {ours['platform']['vectors']}"
+    assert describe_changes(saved, ours) == [told]
+    earlier = {name: value for name, value in ours["platform"].items() if name in ("devices", "machine")}
+    assert describe_changes(ours | {"platform": earlier}, ours) == [], "an earlier trainer did not say"
 
 
 @pytest.mark.parametrize(
