@@ -70,10 +70,27 @@ def _git(*words: str) -> str | None:
 
 @functools.cache
 def _differs(commit: str, name: str) -> bool:
-    file, before = ROOT / name, _git("show", f"{commit}:{name}")
-    if before is None or not file.is_file() or file.suffix != ".py":
+    file, blob = ROOT / name, _blobs(commit).get(name)
+    if blob is None or not file.is_file() or file.suffix != ".py":
         return True
-    return _computing(before) != _computing(file.read_text())
+    return _computing_then(blob) != _computing_now(file)
+
+
+@functools.cache
+def _blobs(commit: str) -> dict[str, str]:
+    """The git object of each file at a commit. Most files are the same at many commits."""
+    lines = (_git("ls-tree", "-r", "-z", commit) or "").split("\0")
+    return {name: about.split()[2] for about, _, name in (line.partition("\t") for line in lines) if name}
+
+
+@functools.cache
+def _computing_then(blob: str) -> str:
+    return _computing(_git("cat-file", "blob", blob) or "")
+
+
+@functools.cache
+def _computing_now(file: Path) -> str:
+    return _computing(file.read_text())
 
 
 def _computing(source: str) -> str:
