@@ -177,8 +177,11 @@ def train_and_report(
     with closing(watch_run(this, folder, int(state.step), processes.leads)) as watch:
         state = train(this, state, file, console, checkpoints, watch, processes, carried)
     processes.heartbeat.phase("evaluating")
-    if this.config.log.profile:
+    if this.config.log.profile and num_steps - first > 1:
         say(console, read_profile(this, state, folder, processes.leads))
+    elif this.config.log.profile:
+        # What lies in the folder is of an earlier start, perhaps under another schedule.
+        say(console, "profile         none: the only step was one that is compiled in")
     found = this.held_out(state.params)
     after, bits = found["heldout_loss"], found["heldout_bits_per_byte"]
     file.write({"step": num_steps, **found})

@@ -271,6 +271,31 @@ def test_held_out_losses_are_compared_of_one_text(now, before, told, tmp_path, m
     assert (kept[0]["before"], kept[0].get("since", 0)) == ((3.0, 6) if told else (5.0, 0))
 
 
+@pytest.mark.parametrize("first", [6, 7])
+def test_a_profile_of_an_earlier_start_is_not_taken_for_ones_own(first, tmp_path, monkeypatch):
+    """A resumed run keeps --profile; of one step, which is compiled in, nothing is traced."""
+    config = configure(pp=1, ep=1, schedule="gpipe", steps=8, profile=2)
+    this = types.SimpleNamespace(config=config, schedule=gpipe(1, 2))
+    this.corpus = types.SimpleNamespace(vocabulary=types.SimpleNamespace(unit="byte"))
+    this.held_out = lambda params: {"heldout_loss": 2.0, "heldout_bits_per_byte": 1.0}
+    restored = {"carried": {"before": 5.0, "skipped": 0}, "options": options_as_dict(config)}
+    monkeypatch.setattr("train.run.train", lambda this, state, *_: state)
+    monkeypatch.setattr("train.run.watch_run", lambda *_: io.StringIO())
+    monkeypatch.setattr("train.run.read_profile", lambda *_: "profile         read")
+    said, file = Console(file=io.StringIO(), width=300), types.SimpleNamespace(write=lambda record: None)
+    state, saved = (
+        collections.namedtuple("State", "step params")(first, None),
+        types.SimpleNamespace(restored=restored),
+    )
+    train_and_report(this, state, tmp_path, file, saved, said, [], Processes())
+    told = (
+        "profile         read"
+        if first == 6
+        else "profile         none: the only step was one that is compiled in"
+    )
+    assert told in said.file.getvalue().splitlines()
+
+
 @pytest.mark.parametrize("measured", [[], [6], [8]])
 def test_a_run_that_was_killed_before_its_last_evaluation_makes_up_for_it(measured, tmp_path):
     """Its steps are all done and saved."""
