@@ -764,6 +764,8 @@ def test_counts_beside_files(capsys, saved):
     assert printed(capsys, "show", bare, "--pipes", "(0 1) (1 0)").startswith("# parsed, ranks 2")
     told = refused(capsys, 1, "compare", path, "--ranks", "2")
     assert told.startswith("error: no schedule takes 2 ranks:\n"), "the microbatches are the file's"
+    whole = saved(printed(capsys, "show", "dualpipe", *SMALL, "--json"), "mine.json")
+    assert "--pipes Placement(pipes=((0, 1),)); drop" in refused(capsys, 1, "check", whole, "--pipes", "(0 1)")
     told = refused(capsys, 2, "show", path, "--stages-per-rank", "4")
     assert "is a file, cut as it is; drop --stages-per-rank and --waves" in told
 

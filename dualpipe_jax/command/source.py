@@ -119,7 +119,10 @@ def read(text: str, placement: Placement | None, is_csv: bool = False) -> Schedu
       ValueError: it cannot be read.
     """
     if text.lstrip().startswith(("{", "[")):
-        return from_json(text)
+        schedule = from_json(text)
+        if placement not in (None, schedule.placement):
+            raise ValueError(f"the file says {schedule.placement}, --pipes {placement}; drop the option")
+        return schedule
     if is_csv or _is_csv(text):
         from dualpipe_jax.schedule.formats.torch_csv import from_torch_csv
 
