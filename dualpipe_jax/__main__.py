@@ -92,21 +92,19 @@ def _print_help_or_error(given: list[str]) -> None:
     """Print the help, or what is wrong with the arguments; always exits."""
     import tyro
 
-    from dualpipe_jax.command.line import wrapped
+    from dualpipe_jax.command.line import wide_enough, wrapped
 
-    tyro.extras.subcommand_cli_from_dict(
-        {
-            name: dataclasses.make_dataclass(name, [], namespace={"__doc__": summary})
-            for name, summary in COMMANDS.items()
-        },
-        prog="dualpipe",
-        description=wrapped(
-            "Pipeline schedules: drawn, compared, chosen, searched, checked, and compiled for pods; measured steps "
-            "replayed, devices probed, experts placed. `dualpipe NAME --help` says more of each, `dualpipe --version` "
-            "which version this is."
-        ),
-        args=given,
+    said = wrapped(
+        "Pipeline schedules: drawn, compared, chosen, searched, checked, and compiled for pods; measured steps "
+        "replayed, devices probed, experts placed. `dualpipe NAME --help` says more of each, `dualpipe --version` "
+        "which version this is."
     )
+    classes: dict[str, Any] = {
+        name: dataclasses.make_dataclass(name, [], namespace={"__doc__": summary})
+        for name, summary in COMMANDS.items()
+    }
+    with wide_enough():
+        tyro.extras.subcommand_cli_from_dict(classes, prog="dualpipe", description=said, args=given)
 
 
 def _run(options_class: Callable[..., Any], name: str, given: list[str]) -> int:

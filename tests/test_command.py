@@ -349,6 +349,15 @@ def test_help_and_version_load_nothing_that_takes_time():
         assert not heavy & set(run.stderr.split())
 
 
+@pytest.mark.parametrize("asked", [["--help"], ["check", "--help"]])
+def test_help_ends_in_the_narrowest_terminal(asked):
+    narrow = os.environ | {"COLUMNS": "3"}
+    assert (
+        in_process(*asked, env=narrow, timeout=60).stdout
+        == in_process(*asked, env=narrow | {"COLUMNS": "40"}).stdout
+    )
+
+
 def test_it_says_which_version_it_is(capsys):
     assert printed(capsys, "--version") == f"dualpipe {dualpipe_jax.__version__}\n"
     assert "--version" in in_process("--help").stdout
@@ -765,7 +774,9 @@ def test_counts_beside_files(capsys, saved):
     told = refused(capsys, 1, "compare", path, "--ranks", "2")
     assert told.startswith("error: no schedule takes 2 ranks:\n"), "the microbatches are the file's"
     whole = saved(printed(capsys, "show", "dualpipe", *SMALL, "--json"), "mine.json")
-    assert "--pipes Placement(pipes=((0, 1),)); drop" in refused(capsys, 1, "check", whole, "--pipes", "(0 1)")
+    assert "--pipes Placement(pipes=((0, 1),)); drop" in refused(
+        capsys, 1, "check", whole, "--pipes", "(0 1)"
+    )
     told = refused(capsys, 2, "show", path, "--stages-per-rank", "4")
     assert "is a file, cut as it is; drop --stages-per-rank and --waves" in told
 

@@ -10,10 +10,12 @@ default. A dataclass that a file may replace as a whole is None where none of it
 """
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
 import itertools
+import os
 import re
 import shutil
 import textwrap
@@ -29,6 +31,7 @@ from tyro.conf import arg
 T = TypeVar("T")
 
 _GROUP = "group_"
+_LEAST_COLUMNS = 40
 _NAMES = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH"}
 
 
@@ -140,13 +143,14 @@ def read(
     assert isinstance(kind, type)
     options = options_of(kind, default)
     pairs = () if paired else (tyro.conf.FlagCreatePairsOff,)
-    found: Any = tyro.cli(
-        _grouped_class(kind, options, paired),
-        prog=prog,
-        description=wrapped(description or inspect.getdoc(kind) or ""),
-        args=arguments,
-        config=(tyro.conf.OmitArgPrefixes, *pairs),
-    )
+    with wide_enough():
+        found: Any = tyro.cli(
+            _grouped_class(kind, options, paired),
+            prog=prog,
+            description=wrapped(description or inspect.getdoc(kind) or ""),
+            args=arguments,
+            config=(tyro.conf.OmitArgPrefixes, *pairs),
+        )
     places = [found, *(value for name, value in vars(found).items() if name.startswith(_GROUP))]
     read_as = (
         (option, next(vars(place)[option.name] for place in places if option.name in vars(place)))
@@ -301,13 +305,27 @@ def _texts(kind: type) -> Mapping[str, str]:
     return found
 
 
+@contextlib.contextmanager
+def wide_enough() -> Iterator[None]:
+    """A context in which a terminal has ``_LEAST_COLUMNS`` columns or more: in few of them tyro's help never ends."""
+    before = os.environ.get("COLUMNS")
+    if shutil.get_terminal_size().columns < _LEAST_COLUMNS:
+        os.environ["COLUMNS"] = str(_LEAST_COLUMNS)
+    try:
+        yield
+    finally:
+        os.environ.pop("COLUMNS", None)
+        if before is not None:
+            os.environ["COLUMNS"] = before
+
+
 def wrapped(description: str) -> str:
     """A description in lines of the terminal's width, its examples below it.
 
     Paragraphs that begin with a command are examples. tyro leaves lines that begin with a blank as they are, and joins
     all others.
     """
-    width = max(40, shutil.get_terminal_size().columns - 2)
+    width = max(_LEAST_COLUMNS, shutil.get_terminal_size().columns - 2)
     paragraphs = [" ".join(part.split()) for part in description.split("\n\n")]
     examples = [part for part in paragraphs if part.startswith("dualpipe ")]
     said = " ".join(part for part in paragraphs if part not in examples)
