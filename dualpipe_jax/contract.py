@@ -156,7 +156,7 @@ class Report(NamedTuple):
       metrics: arrays by name, of at least 32 bits, summed over microbatches, stages and devices: see ``Out``.
       dropped: int32 [], the number of assignments of tokens to experts that found no slot in a plan of
         ``parallel``, over all layers, stages, microbatches and devices, whether the model reports them or
-        not.
+        not. Beyond 2^31 - 1 a step it wraps.
     """
 
     losses: dict[str, jax.Array]
