@@ -88,7 +88,8 @@ def _write(folder: Path, this: Run, state: TrainState, processes: Processes) -> 
 
 
 def _unfinished_folder(folder: Path) -> Path:
-    return folder.with_name(f"{folder.name}.new")
+    # What is there is removed, so it has a name that nobody gives a folder of one's own.
+    return folder.with_name(f".{folder.name}.unfinished")
 
 
 def _make_empty(new: Path) -> Path:

@@ -96,7 +96,7 @@ def test_what_no_folder_can_replace_is_found_out_before_training(tmp_path, monke
     """Weights are written beside the folder, which they take the place of."""
     (tmp_path / "there").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "there")
-    (tmp_path / "out.new").write_text("in the way")
+    (tmp_path / ".out.unfinished").write_text("in the way")
     (tmp_path / "empty").mkdir()
     monkeypatch.chdir(tmp_path / "empty")
     for folder, told in (
@@ -128,17 +128,19 @@ def test_a_finished_run_is_exported_with_its_tokenizer(written, tmp_path):
     corpus = types.SimpleNamespace(vocabulary=Vocabulary(256, 7, tmp_path / "own.json"), vocab=256)
     config = configure(run.config, export=folder)
     this = types.SimpleNamespace(config=config, corpus=corpus, schedule=run.schedule, layout=run.layout)
-    (tmp_path / "out.new").mkdir()
-    (tmp_path / "out.new" / "model.safetensors").write_text("of a run that was killed")
+    (tmp_path / "out.new").mkdir()  # somebody's own
+    (tmp_path / ".out.unfinished").mkdir()
+    (tmp_path / ".out.unfinished" / "model.safetensors").write_text("of a run that was killed")
     out, done = Console(file=io.StringIO(), width=300), state._replace(step=3)
-    train_and_report(this, done, tmp_path, None, None, out, [], Processes())
+    measured = [{"step": 3, "heldout_loss": 1.0}]
+    train_and_report(this, done, tmp_path, None, None, out, measured, Processes())
     said = out.file.getvalue()
     assert "the last step, 3, is done" in said and f"weights         {folder}" in said
     assert (folder / "tokenizer.json").read_text() == "words"
     assert (folder / "tokenizer_config.json").read_text() == "ends"
     assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 7
     assert sorted(path.name for path in folder.glob("*.safetensors")) == ["model-00001-of-00001.safetensors"]
-    assert not (tmp_path / "out.new").exists()
+    assert (tmp_path / "out.new").exists() and not (tmp_path / ".out.unfinished").exists()
 
 
 @pytest.mark.parametrize(
