@@ -205,6 +205,25 @@ def test_what_ends_its_process_is_left_out_of_the_next(here, answering, capsys):
     assert limit("guard-loop") == 5 and limit("starting") == 180
 
 
+def test_measured_rates_are_not_lost_to_a_probe_that_measures_none(here, answering, capsys):
+    file, only = here / "rates.json", ["probe", "--only", "guard", "units"]
+    results = {name: result for name, result in EVERYTHING.items() if name.startswith(("guard", "units"))}
+    kept = '{"rates": {"memory": 1e12}}'
+    for before, after in {kept: kept, '{"rates": {}}': None, "[]": None, "no JSON": None}.items():
+        file.write_text(before)
+        answering({"devices": DEVICES, "results": results})
+        assert main(only) == 0
+        said = capsys.readouterr().err
+        if after is None:
+            assert said == "wrote rates.json\n" and json.loads(file.read_text())["rates"] == {}
+        else:
+            assert file.read_text() == after
+            assert (
+                said
+                == "rates.json is kept: it has rates, and none were measured now; -o FILE writes another\n"
+            )
+
+
 def test_devices_that_are_never_found(here, answering, capsys):
     answering(child.StageTimeout("no answer in 180 s while starting", "starting", {}))
     assert main(["probe"]) == 2

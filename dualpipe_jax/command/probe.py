@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,8 +72,7 @@ class Probe:
         found = self.explore(_chosen(self.only))
         results = found["results"]
         result = recommend(results, found["devices"].get("usual_divergence", "loop"))
-        self.output.write_text(json.dumps(rates_file(found, result.divergence), indent=2) + "\n")
-        say_written(self.output)
+        self._write(rates_file(found, result.divergence))
         if self.json:
             show_json(found | dataclasses.asdict(result))
         else:
@@ -80,6 +80,17 @@ class Probe:
         none_failed = all(result.get("ok", True) for result in results.values())
         worked = result.divergence is not None if result.told else none_failed
         return 0 if worked else 1
+
+    def _write(self, contents: dict[str, Any]) -> None:
+        """Write the file of rates, but not over measured rates if this probe has measured none."""
+        if not contents["rates"] and _has_rates(self.output):
+            print(
+                f"{self.output} is kept: it has rates, and none were measured now; -o FILE writes another",
+                file=sys.stderr,
+            )
+            return
+        self.output.write_text(json.dumps(contents, indent=2) + "\n")
+        say_written(self.output)
 
     def explore(self, names: list[str]) -> dict[str, Any]:
         """Run experiments; returns the devices, and results by name.
@@ -157,6 +168,13 @@ class Probe:
         if takes_gpus and (why := too_few_gpus(self.processes or 1)):
             raise CommandError(why)
         check_files(self.output)
+
+
+def _has_rates(file: Path) -> bool:
+    try:
+        return bool(json.loads(file.read_text())["rates"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
 
 
 def _in_brief(death: str) -> str:
