@@ -59,7 +59,8 @@ def scanned(params, x):
     return lax.scan(jax.checkpoint(layer), x, (params["w"], params["keys"]))[0]
 
 
-TRAVELLER = {"x": X, "key": jax.random.key(3), "segments": SEGMENTS, "kept": KEPT}
+# With these numbers the layers of ``scanned`` take both branches.
+TRAVELLER = {"x": normal(1, BATCH, WIDTH), "key": jax.random.key(3), "segments": SEGMENTS, "kept": KEPT}
 PARAMS = {
     "block": block_params(),
     "key": jax.random.key(1),
