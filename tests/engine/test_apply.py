@@ -87,6 +87,19 @@ def test_outputs_have_the_dtypes_of_the_last_stage(make):
             np.testing.assert_array_equal(jax.random.key_data(made["keys"])[half], np.stack([keys, keys]))
 
 
+def test_each_stage_microbatch_and_part_has_a_key_of_its_own():
+    """The plain model's keys, with which others compare, are made by the same function."""
+
+    def stage(own, shared, x, at):
+        return Out((at.batch if x is None else x).at[:, at.stage].set(jax.random.uniform(at.key)))
+
+    model, params = StagedModel({"all": stage}, ("all", "all")), {"stages": jnp.ones(2), "shared": {}}
+    pipeline = Pipeline(model, dualpipe(2, 4), make_mesh(2, 2))
+    apply = quick(lambda *given: pipeline.apply(*given, outputs="everywhere"))
+    drawn = apply(params, jnp.zeros((4, 2, 2)), jax.random.key(0)).outputs
+    assert len(np.unique(drawn)) == 4 * 2 * 2
+
+
 def test_without_targets_there_is_no_loss():
     pipeline, params, batch = setup(dualpipe)
     outputs, _ = plain(params, batch)

@@ -77,9 +77,20 @@ def test_every_figure_of_the_report_has_a_gradient():
 
         return quick(jax.grad(function, argnums=(0, 1)))
 
+    def plain(params, x):
+        """All microbatches and parts at once: weights make the mean of their losses that of all valid tokens."""
+        y, balance, norm = x @ params["shared"]["in"], 0.0, 0.0
+        for own in params["stages"]:
+            y = y * jnp.cos(x[..., :1])
+            y = y + jnp.tanh(y @ own)
+            balance, norm = balance + jnp.mean(jnp.tanh(y) ** 2), norm + jnp.sum(y**2)
+        lm = jnp.sum((y - 1) ** 2 * valid[..., None]) / jnp.sum(valid)
+        return (balance + lm) ** 2 + jnp.sin(lm) + jnp.cos(norm / 40)
+
     pipeline = Pipeline(model, one_f_one_b(2, 3), make_mesh(2, 1, dp=2), input_grads=True)
-    want = total(reference_loss(model, num_parts=2))(params, x)
-    assert_close(total(pipeline.loss)(params, x), want)
+    want = quick(jax.grad(plain, argnums=(0, 1)))(params, x)
+    for loss in (pipeline.loss, reference_loss(model, num_parts=2)):
+        assert_close(total(loss)(params, x), want)
 
 
 def test_a_cotangent_of_the_report_alone():
