@@ -1,7 +1,8 @@
 """Bias-balanced routing against an auxiliary loss: DeepSeek-V3's ablation (its table 5), on the default model and text.
 
-Every arm is trained with several seeds, each by the trainer's own command on one device; a run that is
-finished is not trained again. The results are a table and a picture of loss and MaxVio.
+Every arm is trained with several seeds, each by the trainer's own command on one device; a run that these
+options and this code have finished is not trained again. The results are a table and a picture of loss and
+MaxVio.
 
     scripts/bench ablation               # 4 arms of 3 seeds: about half an hour on two cores
     scripts/bench ablation --picture docs/pictures/ablation.png
@@ -37,7 +38,7 @@ LAST = 50  # the number of last steps over which a row's MaxVio is averaged
 
 
 def train(name, options, runs):
-    """Train one run, unless it is finished; return its records of steps and its losses of held-out text."""
+    """Train one run, unless that is done; return its records of steps and its losses of held-out text."""
     records = trained(name, options, runs)
     return [r for r in records if "loss" in r], [r["heldout_loss"] for r in records if "heldout_loss" in r]
 

@@ -1,13 +1,15 @@
 """What moving and copying experts gains where routing is uneven: drops, padded rows, the busiest device's load.
 
 The text and model are the defaults, with two layers and nothing that balances the routing: neither bias nor
-loss. Each row is a run by the trainer's own command on four devices of ep; a run that is finished is not
-trained again. Figures are means over the last half of a run's steps.
+loss. Each row is a run by the trainer's own command on four devices of ep; a run that these options and this
+code have finished is not trained again. Figures are means over the last half of a run's steps.
 
     scripts/bench rebalance              # five runs of 80 steps: a few minutes on two cores
 """
 
 import argparse
+import functools
+import hashlib
 import json
 import os
 import statistics
@@ -15,12 +17,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 from rich.console import Console
 from rich.table import Table
 
 import models
 from dualpipe_jax.parallel import capacity_for
 
+ROOT = Path(__file__).resolve().parent.parent
 EP, MICROBATCHES, SIZE, SEQUENCE, LAYERS = 4, 2, 16, 64, 2
 MOVED, COPIED = ("--rebalance-every", "10"), ("--rebalance-every", "10", "--redundant-experts", "4")
 ROOM = ("--dispatch", "capacity", "--capacity-factor", "1.5")
@@ -39,16 +43,42 @@ SHARED = (
 )
 
 
+@functools.cache
+def code():
+    """What a run depends on beside its options: the trainer's sources, and JAX."""
+    found = hashlib.sha256(jax.__version__.encode())
+    for room in ("dualpipe_jax", "models", "train"):
+        for path in sorted((ROOT / room).rglob("*.py")):
+            found.update(path.read_bytes())
+    return found.hexdigest()
+
+
 def trained(name, options, runs):
-    """The records of a run, which is trained unless it is finished; runs in one folder share compiled programs."""
-    if not (runs / name / "report.html").exists():
-        command = [sys.executable, "-m", "train", "--name", name, "--runs", str(runs), "--resume", *options]
+    """The records of a run, which is trained unless these options and this code have finished it; runs in one folder
+    share compiled programs."""
+    name = f"{name}-{hashlib.sha256(json.dumps([*options, code()]).encode()).hexdigest()[:8]}"
+    # A run that was cut short has a report, too.
+    finished = runs / name / "finished"
+    if not finished.exists():
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "train",
+            "--name",
+            name,
+            "--runs",
+            str(runs),
+            "--resume",
+            *options,
+        ]
         cache = {"JAX_COMPILATION_CACHE_DIR": str(runs / "cache"), "JAX_PLATFORMS": "cpu"}
         found = subprocess.run(command, capture_output=True, text=True, env=os.environ | cache)
         if found.returncode:
             raise SystemExit(
                 f"{name} ended with {found.returncode}:\n{(found.stdout + found.stderr)[-2000:]}"
             )
+        finished.touch()
     return [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
 
 

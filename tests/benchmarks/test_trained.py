@@ -1,0 +1,48 @@
+"""Runs that `scripts/bench ablation` and `rebalance` train, or take as they are."""
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import rebalance
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The steps of each call of a trainer, which writes a report, too, as the real one does when it is cut short."""
+    calls = []
+
+    def trainer(command, **how):
+        value = dict(itertools.pairwise(command))
+        folder, steps = Path(value["--runs"], value["--name"]), int(value["--steps"])
+        calls.append(steps)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": n}) + "\n" for n in range(steps)))
+        (folder / "report.html").touch()
+        return SimpleNamespace(returncode=how.get("code", 0), stdout="", stderr="")
+
+    monkeypatch.setattr(rebalance.subprocess, "run", trainer)
+    return calls
+
+
+def test_a_run_of_other_options_or_other_code_is_trained(asked, tmp_path, monkeypatch):
+    """Or its figures would be those of the earlier run, and would get today's date."""
+    for steps in (80, 3, 80):
+        assert len(rebalance.trained("0", ["--steps", str(steps)], tmp_path)) == steps
+    assert asked == [80, 3]
+    monkeypatch.setattr(rebalance, "code", lambda: "another commit's")
+    rebalance.trained("0", ["--steps", "80"], tmp_path)
+    assert asked == [80, 3, 80]
+
+
+def test_a_run_that_was_cut_short_goes_on(asked, tmp_path, monkeypatch):
+    """Its report is written, too, and its last held-out loss is that before training."""
+    done = rebalance.subprocess.run
+    monkeypatch.setattr(rebalance.subprocess, "run", lambda *words, **how: done(*words, **how, code=130))
+    with pytest.raises(SystemExit):
+        rebalance.trained("0", ["--steps", "80"], tmp_path)
+    monkeypatch.setattr(rebalance.subprocess, "run", done)
+    assert len(rebalance.trained("0", ["--steps", "80"], tmp_path)) == 80 and asked == [80, 80]
