@@ -9,6 +9,7 @@ scripts/figures --all                 # run the commands of all rows; takes hour
 import argparse
 import datetime
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -84,6 +85,7 @@ def measure(rows: list[Row]) -> int:
             )
             continue
         print(f"{theirs[0].name}: {command}", flush=True)
+        commits = {row.name: commit(row) for row in theirs}  # in hours there may be others
         began = time.monotonic()
         program, *options = shlex.split(command)
         place = {"dualpipe": str(Path(sys.executable).with_name("dualpipe")), "python": sys.executable}
@@ -91,27 +93,37 @@ def measure(rows: list[Row]) -> int:
             [place.get(program, program), *options], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
         minutes = round((time.monotonic() - began) / 60, 1)
+        # By 1 the command says that something fits no device.
+        if done.returncode not in ((0, 1) if program == "dualpipe" else (0,)):
+            failed += 1
+            print(f"{theirs[0].name}: left as it is: exit status {done.returncode}", file=sys.stderr)
+            continue
         for row in theirs:
             try:
-                write(row, read_values(row, done.stdout), minutes)
+                write(row, read_values(row, done.stdout), minutes, commits[row.name])
             except ValueError as error:
                 failed += 1
-                print(f"{error}\n(exit status {done.returncode})", file=sys.stderr)
+                print(error, file=sys.stderr)
     return 1 if failed else 0
 
 
-def write(row: Row, values: dict, minutes: float) -> None:
-    """Put a row's new figures into the file, at today's date and the present commit."""
+def write(row: Row, values: dict, minutes: float, measured_at: str) -> None:
+    """Put a row's new figures into the file, at today's date and the commit at which its command was started."""
+    read = re.compile(row.read).groupindex
     changed = (
-        f"{name} {number(row.values.get(name, ''))} -> {number(value)}" for name, value in values.items()
+        f"{name} {number(row.values.get(name, ''))} -> {number(values.get(name, ''))}" for name in read
     )
     print(f"  {row.name}: {', '.join(changed)} ({minutes} min)", flush=True)
     known = json.loads(FILE.read_text())
     table, _, name = row.name.partition(".")
+    # What is not printed any more is gone; what no command prints stays.
+    kept = {
+        name: value for name, value in (row.values | values).items() if name in values or name not in read
+    }
     known[table]["rows"][name] |= {
-        "values": row.values | values,
+        "values": kept,
         "date": datetime.date.today().isoformat(),
-        "commit": commit(row),
+        "commit": measured_at,
         "minutes": minutes,
     }
     save(known)

@@ -256,6 +256,40 @@ def test_what_cannot_be_measured_is_said(checkout):
     assert ran.returncode == 2 and "mean: no such table or row; scripts/figures lists them" in ran.stderr
 
 
+def test_figures_of_a_command_that_failed_are_not_taken(checkout):
+    (checkout / "code" / "sum.py").write_text("print('sum = 2')\nraise SystemExit(1)")
+    file = checkout / "docs" / "results.json"
+    before, ran = file.read_text(), figures(checkout, "sums.one")
+    assert ran.returncode == 1 and "sums.one: left as it is: exit status 1" in ran.stderr
+    assert file.read_text() == before
+
+
+def test_a_figure_that_is_not_printed_any_more_does_not_get_todays_date(checkout):
+    """What the expression does not read was written by hand, and stays."""
+    file = checkout / "docs" / "results.json"
+    known = json.loads(file.read_text())
+    known["sums"]["columns"] |= {"rest": ["the rest", "s"], "said": ["as published", ""]}
+    known["sums"]["read"] = r"= (?P<sum>\S+)(?: and (?P<rest>\S+))?"
+    known["sums"]["rows"]["one"]["values"] = {"sum": "1", "rest": "7", "said": "2"}
+    file.write_text(json.dumps(known))
+    ran = figures(checkout, "sums")
+    assert ran.returncode == 0 and "sum 1 -> 2, rest 7 ->  (" in ran.stdout
+    assert json.loads(file.read_text())["sums"]["rows"]["one"]["values"] == {"sum": "2", "said": "2"}
+
+
+def test_figures_are_of_the_commit_at_which_their_command_was_started(checkout):
+    who = "-c user.name=a -c user.email=a@b"
+    more = f"import os\nos.system('git {who} commit -qm more --allow-empty')\nprint('sum = 2')"
+    (checkout / "code" / "sum.py").write_text(more)
+    started = commit(checkout)
+    assert figures(checkout, "sums").returncode == 0
+    assert git(checkout, "rev-parse", "--short=7", "HEAD") != started
+    assert (
+        json.loads((checkout / "docs" / "results.json").read_text())["sums"]["rows"]["one"]["commit"]
+        == started
+    )
+
+
 NUMBERS = "none one two three four five six seven eight nine ten eleven twelve".split()  # noqa: SIM905
 
 
