@@ -174,8 +174,9 @@ def figure(name: str, known: dict[str, Table]) -> tuple[str, Row]:
     return shown, known[table].rows[row]
 
 
-CITED = re.compile(r"\d[\d.,]*(?: (?:: 1|[^\s<|:]+))?<!--([a-z]\w*\.\w+\.\w+)-->")
-"""A figure and its name, in a text."""
+NAME = r"<!--([a-z]\w*\.\w+\.\w+)-->"
+CITED = re.compile(rf"(?:(?<![\w.,])[-+])?\d[\d.,]*(?:e[-+]\d+)?(?: (?:: 1|[^\s<|:\d][^\s<|:]*))?{NAME}")
+"""A figure and its name, in a text. No unit begins with a digit, or of "4 1.05" the second would be the first one's."""
 
 TABLE = re.compile(r"<!--table (\w+)-->\n.*?<!--end-->", re.S)
 """A table of the file, in a text."""
@@ -185,7 +186,7 @@ def inserted(text: str, known: dict[str, Table]) -> str:
     """The text of a page with the file's figures and tables.
 
     Raises:
-      ValueError: it names a figure or a table that there is not.
+      ValueError: it names a figure or a table that there is not, or what stands before a name is no such figure.
     """
 
     def cited(match: re.Match) -> str:
@@ -196,7 +197,12 @@ def inserted(text: str, known: dict[str, Table]) -> str:
             raise ValueError(f"<!--table {match[1]}-->: results.json has no such table")
         return f"<!--table {match[1]}-->\n\n{markdown(known[match[1]])}\n<!--end-->"
 
-    return TABLE.sub(tabled, CITED.sub(cited, text))
+    now = TABLE.sub(tabled, CITED.sub(cited, text))
+    for match in re.finditer(NAME, now):
+        shown, _ = figure(match[1], known)
+        if not now[: match.start()].endswith(shown):
+            raise ValueError(f"{match[0]}: nothing can be put there: write {shown} before it by hand")
+    return now
 
 
 def markdown(table: Table) -> str:

@@ -103,6 +103,34 @@ def test_a_table_says_of_each_row_when_it_was_measured(tmp_path):
     assert lines[2:4] == ["| a sum | 1 |  | 2026-01-01 |", "| more | 2 | 0.90 : 1 | a paper |"]
 
 
+@pytest.mark.parametrize(
+    ("before", "value", "unit", "after"),
+    [
+        ("on ranks 4 and 8, 1.05", "1.07", "", "on ranks 4 and 8, 1.07"),
+        ("of 16 1.05", "1.07", "", "of 16 1.07"),
+        ("off by -13.1 %", "-2.4", "%", "off by -2.4 %"),
+        ("off by 1 %", "+4.3", "%", "off by +4.3 %"),
+        ("by 1.0e-06 at most, 2e-06", "3.1e-07", "", "by 1.0e-06 at most, 3.1e-07"),
+        ("1,024 : 1", "3", ": 1", "3 : 1"),
+    ],
+)
+def test_a_figure_takes_the_place_of_the_last_one_and_of_nothing_else(before, value, unit, after, tmp_path):
+    (table,) = results.tables(small(tmp_path, values={"sum": value})).values()
+    table.columns["sum"] = ("the sum", unit)
+    now = results.inserted(f"{before}<!--sums.one.sum-->", {"sums": table})
+    assert now == f"{after}<!--sums.one.sum-->" == results.inserted(now, {"sums": table})
+
+
+@pytest.mark.parametrize("before", ["5.5 CPU s", "a second", ""])
+def test_a_figure_that_cannot_be_put_into_a_text_is_named(before, tmp_path):
+    """Or it would be that of the last measurement for ever."""
+    (table,) = results.tables(small(tmp_path)).values()
+    table.columns["sum"] = ("the sum", "CPU s")
+    assert results.inserted("1 CPU s<!--sums.one.sum-->", {"sums": table})
+    with pytest.raises(ValueError, match=r"sums\.one\.sum-->: nothing can be put there: write 1 CPU s"):
+        results.inserted(f"{before}<!--sums.one.sum-->", {"sums": table})
+
+
 @pytest.mark.parametrize("text", ["1 s<!--sums.two.sum-->", "<!--table means-->\n<!--end-->"])
 def test_what_is_not_in_the_file_cannot_be_put_there(text, tmp_path):
     with pytest.raises(ValueError, match="has no such"):
