@@ -104,7 +104,18 @@ def train(arm, steps, folder):
     """Train a run; return the losses of its steps, and the loss of held-out text after it."""
     payload, matmul = ARMS[arm]
     name = arm.replace(" ", "-")
-    command = [sys.executable, "-m", "train", "--name", name, "--runs", str(folder), "--steps", str(steps)]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "train",
+        "--name",
+        name,
+        "--runs",
+        str(folder),
+        "--steps",
+        str(steps),
+    ]
     command += ["--schedule", "gpipe", "--pp", "1", "--ep", "1", "--microbatches", "1"]
     command += ["--microbatch-size", "16"]
     command += ["--precision", "bfloat16", "--dispatch-payload", payload, "--matmul", matmul]

@@ -34,7 +34,7 @@ class Trainer:
     def __init__(self, folder: Path, name: str, options: list[str]):
         self.run = folder / "runs" / name
         paths = ["--data", str(folder / "text.txt"), "--runs", str(folder / "runs")]
-        self.command = [sys.executable, "-m", "train", *paths, "--name", name, *options]
+        self.command = [sys.executable, "-P", "-m", "train", *paths, "--name", name, *options]
         cache = {
             "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

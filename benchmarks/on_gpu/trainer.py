@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[2]
 STEPS, SKIPPED = 12, 4
 COMMAND = (
     "--devices accelerator --model v2-lite --layers 4 --schedule one_f_one_b --pp 1 --ep 1 --microbatches 8 "
@@ -30,7 +31,7 @@ def trainer(say: Callable[..., None], end: float) -> None:
             log = Path(runs) / "log"
             with log.open("w") as out:
                 # It is killed after its steps, because at its end it would save 30 GB.
-                process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+                process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
                 metrics = Path(runs) / "run" / "metrics.jsonl"
                 steps: list[dict] = []
                 while len(steps) < STEPS and process.poll() is None and time.monotonic() < end:

@@ -1,7 +1,8 @@
-"""Runs that `scripts/bench ablation` and `rebalance` train, or take as they are."""
+"""Runs of the trainer that benchmarks start, or take as they are."""
 
 import itertools
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,3 +47,13 @@ def test_a_run_that_was_cut_short_goes_on(asked, tmp_path, monkeypatch):
         rebalance.trained("0", ["--steps", "80"], tmp_path)
     monkeypatch.setattr(rebalance.subprocess, "run", done)
     assert len(rebalance.trained("0", ["--steps", "80"], tmp_path)) == 80 and asked == [80, 80]
+
+
+def test_a_folder_named_train_where_one_stands_is_not_run():
+    """Another checkout has one, and its figures would be taken for this one's."""
+    told = []
+    for path in sorted((Path(__file__).parents[2] / "benchmarks").rglob("*.py")):
+        text = path.read_text()
+        found = re.findall(r'("-P",\s+)?"-m",\s+"(?:train|dualpipe_jax)\b', text)
+        told += [(path.name, bool(first) or "cwd=ROOT" in text) for first in found]
+    assert len(told) >= 9 and all(ours for _, ours in told), told
