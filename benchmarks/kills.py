@@ -26,6 +26,8 @@ SMALL = (
     *("--microbatch-size", "1", "--sequence", "16", "--eval-sequences", "2", "--checkpoint-every", "1"),
 )
 COMPARED = ("loss", "grad_norm")
+MADE = {"text.txt", "log.txt", "runs", "cache"}
+"""What lies in the folder of an earlier start, which the next one removes."""
 
 
 class Trainer:
@@ -74,7 +76,9 @@ def live_and_die(trainer: Trainer, log: Path, chance: random.Random, window: flo
         raise SystemExit(f"the trainer ended by itself with {process.returncode}:\n{log.read_text()[-2000:]}")
     process.send_signal(signal.SIGKILL)
     process.wait()
-    return "starting" if early else "saving" if trainer.is_saving() else "training"
+    if max(trainer.lines(), default=0) <= before:
+        return "starting"
+    return "saving" if trainer.is_saving() else "training"
 
 
 def main() -> None:
@@ -93,6 +97,9 @@ def main() -> None:
     )
     parser.add_argument("--folder", type=Path, default=Path("runs/kills"))
     given, options = parser.parse_known_args()
+    found = {path.name for path in given.folder.iterdir()} if given.folder.is_dir() else set()
+    if others := sorted(found - MADE):
+        parser.error(f"{given.folder} has {others[0]}, which is not of this benchmark, and would be removed")
     shutil.rmtree(given.folder, ignore_errors=True)
     given.folder.mkdir(parents=True)
     (given.folder / "text.txt").write_text("".join(f"line {n} of {n * n}\n" for n in range(2000)))
