@@ -3,6 +3,7 @@
 python benchmarks/compile_time.py
 """
 
+import argparse
 import time
 
 from rich.console import Console
@@ -24,6 +25,9 @@ def compile_seconds(make, num_microbatches):
 
 
 def main():
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     table = Table("schedule", "microbatches", "CPU s", "over 16 microbatches", "HLO lines")
     for make in (one_f_one_b, dualpipe):
         runs = {count: [compile_seconds(make, count) for _ in range(3)] for count in (16, 64)}

@@ -35,6 +35,7 @@ from jax.sharding import SingleDeviceSharding
 import models
 from dualpipe_jax import inspect
 from dualpipe_jax.inspect.roofline import traffic
+from dualpipe_jax.inspect.target import MissingCompiler
 from dualpipe_jax.present.table import Table
 from models.decode import Limits, decoder
 from models.decode.cache import init_cache
@@ -163,6 +164,10 @@ def main():
     parser.add_argument("--target", default="h100", help="h100 or h200")
     parser.add_argument("--parts", type=int, default=0, help="number of kinds of kernels to list, by bytes")
     given = parser.parse_args()
+    try:
+        inspect.Target.parse(f"{given.target}:1x1").check_compiler()
+    except (MissingCompiler, ValueError) as error:
+        parser.error(str(error))
     config = models.v2_lite(num_layers=given.layers, compute_dtype=jnp.bfloat16)
     rates, clock = inspect.gpu_rates(given.target), inspect.DEVICES[given.target].clock
     # It is known of every GPU.

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from dualpipe_jax.__main__ import main as main_of_commands
+from dualpipe_jax.inspect.target import MissingCompiler, Target
 
 SEQUENCES, TOKENS, WIDTH, HEADS, LAYERS = 8, 4096, 4096, 32, 4
 EXPERTS, ROOM = 32, 1.25
@@ -152,21 +153,27 @@ def main():
     )
     parser.add_argument("--option", action="append", default=[], metavar="NAME=VALUE", help="compiler option")
     given = parser.parse_args()
+    try:
+        target = Target.parse(given.target)
+        target.check_compiler()
+    except (MissingCompiler, ValueError) as error:
+        parser.error(str(error))
+    if unfit := [option for option in given.option if "=" not in option]:
+        parser.error(f"--option {unfit[0]}: write NAME=VALUE")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(given.folder or temporary).absolute()
-        dump(given, folder)
-        main_of_commands(["overlap", "--target", given.target, "--compiled", str(folder)])
-    return 0
+        dump(given, target, folder)
+        status = main_of_commands(["overlap", "--target", given.target, "--compiled", str(folder)])
+    # By 1 it says that little is hidden, which is the figure that was asked for.
+    return 0 if status == 1 else status
 
 
-def dump(given, folder):
+def dump(given, target, folder):
     """Compile the program, and let XLA dump it into the folder."""
     os.environ["XLA_FLAGS"] = f"--xla_dump_to={folder} --xla_dump_hlo_as_text"
 
     from dualpipe_jax.inspect import recommended_compiler_options
-    from dualpipe_jax.inspect.target import Target
 
-    target = Target.parse(given.target)
     devices = target.devices()
     import jax
 

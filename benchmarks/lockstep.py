@@ -11,6 +11,7 @@ of their own, or they run as the forward and the backward that exist anyway (``f
 import argparse
 import math
 import os
+import sys
 from unittest import mock
 
 WIDTH = 1024
@@ -18,7 +19,7 @@ WIDTH = 1024
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("names", nargs="*")
+    parser.add_argument("names", nargs="*", help="schedules; all if left out")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--microbatches", type=int, default=16)
     options = parser.parse_args()
@@ -26,6 +27,9 @@ def main() -> None:
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={options.ranks}"
     from dualpipe_jax.schedule import ALL_SCHEDULES
 
+    known = {make.__name__ for make in ALL_SCHEDULES}
+    if unknown := [name for name in options.names if name not in known]:
+        parser.error(f"no schedule is called {', '.join(unknown)}; there are {', '.join(sorted(known))}")
     print(
         "| schedule | ticks | a tick, in forwards | step over share | a tick, pairs in halves | step over share |"
     )
@@ -35,7 +39,8 @@ def main() -> None:
             continue
         try:
             schedule = make(options.ranks, options.microbatches)
-        except ValueError:
+        except ValueError as error:
+            print(f"left out: {error}", file=sys.stderr)
             continue
         print(row(schedule), flush=True)
 

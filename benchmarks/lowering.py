@@ -63,6 +63,9 @@ def main() -> None:
     parser.add_argument("schedules", nargs="*", default=["dualpipe"])
     parser.add_argument("--large", action="store_true", help="also 64 ranks by 1024 microbatches")
     args = parser.parse_args()
+    known = {make.__name__ for make in ALL_SCHEDULES}
+    if unknown := [name for name in args.schedules if name not in known]:
+        parser.error(f"no schedule is called {', '.join(unknown)}; there are {', '.join(sorted(known))}")
     print("schedule     ranks     M  F:I:W:FB               earliest    placed  ticks placed  slots  seconds")
     for make in ALL_SCHEDULES:
         if make.__name__ in args.schedules:

@@ -3,6 +3,7 @@
 python benchmarks/parity.py
 """
 
+import argparse
 import os
 import sys
 import tempfile
@@ -16,6 +17,9 @@ from test_parity import CASES, MORE, measure
 
 
 def main():
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     rows: list[str] = []
     for name, case in (CASES | MORE).items():
         with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:

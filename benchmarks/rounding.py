@@ -5,6 +5,7 @@ Printed are the relative error of all gradients together, and that of the worst 
     python benchmarks/rounding.py
 """
 
+import argparse
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -42,6 +43,9 @@ def error(found, wanted):
 
 def main():
     """Print the table."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     table = Table("microbatches", "error of all gradients", "of the worst leaf", title="sums in bfloat16")
     for count in (4, 16, 64):
         of_all, worst = error(gradients(count, jnp.bfloat16), gradients(count, jnp.float32))

@@ -93,7 +93,7 @@ def measure(rows: list[Row]) -> int:
             [place.get(program, program), *options], cwd=ROOT, stdout=subprocess.PIPE, text=True
         )
         minutes = round((time.monotonic() - began) / 60, 1)
-        # By 1 the command says that something fits no device.
+        # By 1 the command says that something fits no device or hides too little: that is its figure.
         if done.returncode not in ((0, 1) if program == "dualpipe" else (0,)):
             failed += 1
             print(f"{theirs[0].name}: left as it is: exit status {done.returncode}", file=sys.stderr)
