@@ -99,9 +99,10 @@ def follow(process, metrics):
     """Yield the core seconds that a process has spent, and the clock, each time that it has recorded a step."""
     seen = 0
     while process.poll() is None:
-        lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
-        if lines > seen:
-            seen = lines
+        # Held-out losses and events have lines of their own, the first one before any step.
+        steps = metrics.read_bytes().count(b'"loss":') if metrics.exists() else 0
+        if steps > seen:
+            seen = steps
             spent = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
             yield (int(spent[11]) + int(spent[12])) / os.sysconf("SC_CLK_TCK"), time.perf_counter()
         time.sleep(0.005)

@@ -3,12 +3,14 @@
 import itertools
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import rebalance
+from benchmarks import predicted, rebalance
 
 
 @pytest.fixture
@@ -47,6 +49,25 @@ def test_a_run_that_was_cut_short_goes_on(asked, tmp_path, monkeypatch):
         rebalance.trained("0", ["--steps", "80"], tmp_path)
     monkeypatch.setattr(rebalance.subprocess, "run", done)
     assert len(rebalance.trained("0", ["--steps", "80"], tmp_path)) == 80 and asked == [80, 80]
+
+
+WRITES = """
+import json, sys, time
+file = open(sys.argv[1], "w")
+for step, told, seconds in ((0, "heldout_loss", 1.0), *((n, "loss", 0.1) for n in range(1, 6)), (5, "event", 0.1)):
+    print(json.dumps({"step": step, told: 5.5}), file=file, flush=True)
+    time.sleep(seconds)
+"""
+
+
+def test_the_first_step_is_not_among_those_that_are_held_against_a_prediction(tmp_path):
+    """It is compiled in, and comes after the line of the held-out loss."""
+    metrics = tmp_path / "metrics.jsonl"
+    process = subprocess.Popen([sys.executable, "-c", WRITES, str(metrics)])
+    follower = predicted.follow(process, metrics)
+    next(follower)
+    assert '"loss"' in metrics.read_text()
+    assert 1 + len([*follower]) <= 5
 
 
 def test_a_folder_named_train_where_one_stands_is_not_run():
