@@ -14,7 +14,9 @@ from dualpipe_jax.parallel import (
     dispatch,
     plan_capacity,
     plan_dropless,
+    plan_two_hops,
 )
+from dualpipe_jax.parallel.mesh import expert_axes
 from tests.parallel import expert_layers
 from tests.parallel.expert_layers import (
     METHODS,
@@ -237,7 +239,6 @@ def test_bfloat16_rows_are_summed_in_float32(method):
 
 
 def test_a_plan_is_the_same_where_jax_has_64_bits():
-    """And promotes nothing: a sum of int32 is int64 there."""
     topk, rows = choices(TOKENS), np.arange(TOKENS, dtype=np.float32)[:, None]
 
     def sent():
@@ -246,6 +247,30 @@ def test_a_plan_is_the_same_where_jax_has_64_bits():
     want = sent()
     with jax.enable_x64(True):
         np.testing.assert_array_equal(sent(), want)
+
+
+@pytest.mark.parametrize("method, bound", [("capacity", 2), ("dropless", 0.5)])
+def test_no_plan_promotes_anything_where_jax_has_64_bits(method, bound):
+    """A sum of int32 is int64 there."""
+
+    def in_two_hops(topk):
+        def inner(topk, experts):
+            return expert_layers.plan_of(method, experts, bound=bound)(topk)
+
+        return plan_two_hops(topk, E, expert_axes(2), inner, 5)
+
+    makes = {
+        1: plan_of(method, axis_name=None, bound=bound),
+        2: plan_of(method, bound=bound),
+        (2, 2): in_two_hops,
+    }
+    with jax.enable_x64(True):
+        for ep, make in makes.items():
+            numbers = on_devices(
+                ep, lambda topk, make=make: [leaf[None] for leaf in jax.tree.leaves(make(topk))]
+            )
+            kinds = jax.eval_shape(numbers, choices(TOKENS))
+            assert {kind.dtype for kind in kinds} == {jnp.dtype(jnp.int32)}, ep
 
 
 def test_count_is_exact_and_integer():
