@@ -85,6 +85,21 @@ def test_what_is_no_product_or_is_not_wider_stays_as_it_is():
     np.testing.assert_array_equal(same, plain)
 
 
+@pytest.mark.parametrize(
+    "function, w",
+    [
+        (lambda w, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0], numbers(3, WIDTH, WIDTH)),
+        (lambda w, x: jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, None, length=3)[0], W),
+        (lambda w, x: (x.astype(jnp.float16) @ w.astype(jnp.float16)).astype(x.dtype), W),
+    ],
+    ids=["stacked by a scan", "summed by a scan", "rounded from a third dtype"],
+)
+def test_what_is_made_otherwise_stays_as_it_is(function, w):
+    (got,), (want,) = gradients(function, w, sums=[jnp.float32])
+    assert got.dtype == want.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
 def test_what_somebody_else_reads_stays_as_it_is():
     """Two parameters with one gradient: neither may change under the other."""
     (a, b), (want, _) = gradients(lambda a, b, x: x @ (a + b), W, W, sums=[jnp.float32, None])
