@@ -199,3 +199,4 @@ def test_bfloat16_compute_with_float32_accumulators():
     np.testing.assert_allclose(loss, exact_loss, rtol=1e-2)
     for got, want in zip(*map(jax.tree.leaves, jax.device_get((grads, exact))), strict=True):
         assert np.linalg.norm(got - want) < 0.03 * np.linalg.norm(want)
+        assert np.any(got != got.astype(jnp.bfloat16)), "no sum in bfloat16 in another dtype"
