@@ -60,6 +60,12 @@ def switch(params, x):
     return lax.switch(TOKENS[2] + (x.sum() > 0).astype(jnp.int32), branches, x)
 
 
+def pick(params, x):
+    """Branches that compute nothing."""
+    h = x @ params["up"]
+    return lax.cond(x.sum() > 0, lambda a, b: a, lambda a, b: b, jnp.sin(h), jnp.cos(h)) @ params["down"]
+
+
 def shared(params, x):
     for _ in range(3):
         x = block(params, x)
@@ -155,6 +161,7 @@ CASES = {
     "cond": (choose, block_params(), np.abs(X)),
     "cond, other branch": (choose, block_params(), -np.abs(X)),
     "switch": (switch, block_params(), np.abs(X)),
+    "cond that picks": (pick, block_params(), X),
     # Two of its layers take one branch, one the other.
     "cond in scan": (scanned(choose), LAYERS, -X),
     "scan in cond": (lambda p, x: lax.cond(x[0, 0] < 9, scanned(block), lambda p, x: x, p, x), LAYERS, X),
