@@ -316,19 +316,34 @@ def test_what_is_recomputed_is_behind_barriers_where_jax_has_them():
 
 
 def test_side_effects_happen_once():
-    seen = []
+    """The backward's own, in the input part; and though nobody reads what it makes."""
+    seen, led_back = [], []
+
+    @jax.custom_vjp
+    def watched(x):
+        return x
+
+    def backward(_, dy):
+        jax.debug.callback(lambda v: led_back.append(float(v)), dy[0, 0])
+        return (dy,)
+
+    watched.defvjp(lambda x: (x, None), backward)
 
     def f(params, x):
         jax.debug.callback(lambda v: seen.append(float(v)), x[0, 0])
-        return jnp.sin(x @ params)
+        return jnp.sin(watched(x @ params))
 
     w = normal(1, WIDTH, WIDTH)
     plan = split_backward(f).trace(w, X)
     _, _, residuals_i, residuals_w = jax.jit(plan.forward)(w, X)
+    jax.effects_barrier()
+    assert (len(seen), len(led_back)) == (1, 0)
     _, stash = jax.jit(plan.backward_input)(w, X, residuals_i, residuals_w, X)
+    jax.effects_barrier()
+    assert (len(seen), len(led_back)) == (1, 1)
     jax.block_until_ready(plan.backward_weight(w, X, residuals_w, stash))
     jax.effects_barrier()
-    assert len(seen) == 1
+    assert (len(seen), len(led_back)) == (1, 1)
 
 
 def test_wrong_tree_is_named():
