@@ -5,12 +5,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks import gpu
-from benchmarks.on_gpu import peers
+from benchmarks.on_gpu import peers, repeat
 from dualpipe_jax.inspect.target import MissingCompiler, Target
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,6 +74,22 @@ def test_transformers_layer_has_gradients_of_all_but_its_selection_bias():
     forward, both = peers.transformers_layer(small, 32, "cpu")
     assert forward().shape == (1, 32, 64)
     assert all(torch.isfinite(g).all() for g in both() if g is not None)
+
+
+def test_bits_are_compared_between_runs_of_one_program(monkeypatch):
+    """The timed program is compiled by other options, so its bits may be others each time."""
+    said, ones = {}, {"w": jnp.ones(3), "b": jnp.ones(2)}
+    bench = SimpleNamespace(
+        device=jax.devices()[0], compiles_only=False, given=lambda values: values,
+        made=lambda make, *args: make(*args), say=lambda name, **facts: said.update({name: facts["number"]}),
+        time=lambda *_, **facts: (0.0, jax.tree.map(lambda leaf: 1.001 * leaf, ones)),
+    )  # fmt: skip
+    model = SimpleNamespace(staged=None, init=lambda key: ones)
+    monkeypatch.setattr(repeat.models, "deepseek", lambda *_, **how: model)
+    step = SimpleNamespace(value_and_grad=lambda params, batch: (0.0, params))
+    monkeypatch.setattr(repeat, "Pipeline", lambda *_, **how: step)
+    repeat.repeat(bench)
+    assert set(said.values()) == {0} and len(said) == 2
 
 
 def test_a_part_that_hangs_is_ended_and_the_next_one_runs(tmp_path, monkeypatch):
