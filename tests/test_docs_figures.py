@@ -48,6 +48,9 @@ def has_an_origin(row):
     program, *options = shlex.split(row.command)
     if program == "scripts/bench":
         assert (ROOT / "benchmarks" / f"{options[0]}.py").is_file()
+        # What measures otherwise has other figures.
+        measures = "benchmarks/on_gpu" if options[0] == "gpu" else f"benchmarks/{options[0]}.py"
+        assert any(path.startswith(measures) for path in row.code), row.name
     else:
         assert program in ("dualpipe", "python") or (ROOT / program).is_file()
 
