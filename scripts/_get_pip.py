@@ -14,7 +14,7 @@ def newest_wheel(index: str) -> str:
     page = f"{index.rstrip('/')}/pip/"
     with urllib.request.urlopen(page) as reply:
         text = reply.read().decode()
-    links = re.findall(r'href="([^"]*/pip-(\d+(?:\.\d+)*)-py3-none-any\.whl[^"]*)"', text)
+    links = re.findall(r'href="((?:[^"]*/)?pip-(\d+(?:\.\d+)*)-py3-none-any\.whl[^"]*)"', text)
     if not links:
         sys.exit(f"error: no pip found at {page}")
     newest, _ = max(links, key=lambda link: [int(part) for part in link[1].split(".")])

@@ -1,11 +1,14 @@
 """The command that installs what is missing: it works from where the user stands."""
 
+import functools
+import http.server
 import importlib.metadata
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import tomllib
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import pytest
 
 from dualpipe_jax import installing
 from dualpipe_jax.installing import install_command
+from tests.loading import load
 
 ROOT = Path(__file__).parent.parent
 PIP = f"{sys.executable} -m pip install"
@@ -109,3 +113,17 @@ def test_a_checkout_whose_place_has_an_umlaut_is_set_up_in_the_c_locale(given, w
     run = ["bash", "-c", '. "$0/scripts/_env"; ensure_venv', root]
     subprocess.run(run, env=environment, check=True, capture_output=True)
     assert told.read_text() == wanted
+
+
+def test_pips_newest_wheel_is_found_in_a_plain_listing_of_a_folder_too(tmp_path):
+    """As ``python -m http.server`` lists one, which is an index, with addresses that are names alone."""
+    fetch = load(ROOT / "scripts" / "_get_pip.py")
+    (tmp_path / "pip").mkdir()
+    for version in ("9.0.3", "25.1.1"):
+        (tmp_path / "pip" / f"pip-{version}-py3-none-any.whl").touch()
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        index = f"http://127.0.0.1:{server.server_port}"
+        assert fetch.newest_wheel(index) == f"{index}/pip/pip-25.1.1-py3-none-any.whl"
+        server.shutdown()
