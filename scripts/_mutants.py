@@ -183,6 +183,8 @@ def main() -> int:
     parser.add_argument("--collect", action="store_true", help="list mutants without tests")
     given = parser.parse_args()
     mutants = [m for m in read() if not given.words or any(word in m.name for word in given.words)]
+    if not mutants:
+        parser.error(f"no name has {' or '.join(given.words)} in it; --list alone has all names")
     if given.part is not None:
         try:
             mutants = list(in_part(mutants, given.part))
