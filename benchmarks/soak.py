@@ -57,7 +57,7 @@ async def soak(server: Server, known: Known, seconds: float, num_clients: int, g
     enough.set()
     await load
     after = server.wait_until_idle()
-    grown = memory[-1] - memory[len(memory) // 5]
+    grown = memory[-1] - memory[NUM_ROWS // 5 - 1]
     reused, prompts = after["serve_reused_tokens_total",], after["serve_prompt_tokens_total",]
     print(
         f"{num_clients} clients, {num_clients // 3} of whom leave, for {seconds:.0f} s: {tally.right} answers right, "
@@ -79,13 +79,14 @@ async def soak(server: Server, known: Known, seconds: float, num_clients: int, g
 
 
 async def kill(server: Server, known: Known, num_clients: int, chance: random.Random) -> list[str]:
-    """Kill the server under load and start it again; return the wrong answers. Requests that fail are only counted."""
+    """Kill the server under load and start it again; return what is wrong. Requests that fail are only counted."""
     tally, enough = Tally(), asyncio.Event()
     load = asyncio.create_task(crowd(server.url, known, tally, enough, num_clients, num_clients // 3))
     moment = chance.randint(1, 2 * num_clients)
-    while tally.right < moment and not load.done():
+    assert server.process is not None
+    while tally.right < moment and not load.done() and server.process.poll() is None:
         await asyncio.sleep(0.01)
-    server.stop(signal.SIGKILL)
+    code = server.stop(signal.SIGKILL)
     enough.set()
     await load
     server.start()
@@ -95,7 +96,8 @@ async def kill(server: Server, known: Known, num_clients: int, chance: random.Ra
         f"killed: {tally.right} right, {len(tally.wrong)} wrong, {tally.left} left; failed: {failed or 'none'}",
         flush=True,
     )
-    return list(map(str, tally.wrong))
+    by_itself = [] if code == -signal.SIGKILL else [f"a server ended by itself with {code}"]
+    return [*by_itself, *map(str, tally.wrong)]
 
 
 def damage(folder: Path) -> int:
