@@ -76,6 +76,20 @@ def test_transformers_layer_has_gradients_of_all_but_its_selection_bias():
     assert all(torch.isfinite(g).all() for g in both() if g is not None)
 
 
+def test_parts_that_compile_for_nothing_that_is_not_here_are_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    records = []
+    made = SimpleNamespace(
+        records=records, say=lambda name, **facts: records.append({"part": made.part, "name": name})
+    )
+    monkeypatch.setattr("benchmarks.on_gpu.bench.Bench", lambda *given: made)
+    monkeypatch.setattr(gpu, "functions", dict)
+    how = dict(compile_only=True, target="h100:1x1", minutes=1.0, texts=None, output=tmp_path / "gpu.json")
+    gpu.in_this_process(None, SimpleNamespace(**how), ["trainer", "probe"])
+    told = [{"part": part, "name": "left out"} for part in ("trainer", "probe")]
+    assert json.loads((tmp_path / "gpu.json").read_text()) == told
+
+
 def test_bits_are_compared_between_runs_of_one_program(monkeypatch):
     """The timed program is compiled by other options, so its bits may be others each time."""
     said, ones = {}, {"w": jnp.ones(3), "b": jnp.ones(2)}
