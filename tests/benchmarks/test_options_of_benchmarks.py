@@ -22,6 +22,7 @@ def run(monkeypatch, name, *options):
         ("lockstep", ["dualpip"], "no schedule is called dualpip; there are chimera, dualpipe"),
         ("foreign", ["moe", "v9:2x2x2"], "target 'v9:2x2x2': did you mean v4?"),
         ("foreign", ["moe", "v5p:2x2x2", "--option", "fast"], "--option fast: write NAME=VALUE"),
+        ("peers", ["--ranks", "2", "3"], "--ranks 3: two stages a rank must share 8 layers: 2 or 4"),
         ("decode_compiled", ["--target", "a10"], "target 'a10:1x1': did you mean a100?"),
     ],
 )
