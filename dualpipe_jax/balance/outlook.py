@@ -96,7 +96,7 @@ def bound_of(loads: ArrayLike, layout: Layout) -> np.ndarray:
     """A lower bound on max/mean over devices for all placements of a layout: float64 [layers].
 
     Proven for placements whose copies share evenly, with at most one copy of an expert on a device: see
-    ``docs/experts.md``.
+    ``docs/bounds.md``.
 
     >>> from dualpipe_jax.balance import Layout, bound_of
     >>> bound_of([[9, 1, 1, 1]], Layout(num_devices=2, num_slots=2)).round(3).tolist()
