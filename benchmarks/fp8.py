@@ -9,10 +9,7 @@ default text, on one device.
 """
 
 import argparse
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -27,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 import models
+from benchmarks.on_trainer.runs import run_trainer
 from dualpipe_jax import inspect
 from dualpipe_jax.engine.reference import reference_value_and_grad
 from dualpipe_jax.inspect.collectives import collectives
@@ -103,27 +101,13 @@ def compared(found, wanted):
 def train(arm, steps, folder):
     """Train a run; return the losses of its steps, and the loss of held-out text after it."""
     payload, matmul = ARMS[arm]
-    name = arm.replace(" ", "-")
-    command = [
-        sys.executable,
-        "-P",
-        "-m",
-        "train",
-        "--name",
-        name,
-        "--runs",
-        str(folder),
-        "--steps",
-        str(steps),
+    options = [
+        *("--steps", str(steps), "--schedule", "gpipe", "--pp", "1", "--ep", "1", "--microbatches", "1"),
+        *("--microbatch-size", "16"),
+        *("--precision", "bfloat16", "--dispatch-payload", payload, "--matmul", matmul),
+        *("--eval-sequences", "128", "--checkpoint-minutes", "1000"),
     ]
-    command += ["--schedule", "gpipe", "--pp", "1", "--ep", "1", "--microbatches", "1"]
-    command += ["--microbatch-size", "16"]
-    command += ["--precision", "bfloat16", "--dispatch-payload", payload, "--matmul", matmul]
-    command += ["--eval-sequences", "128", "--checkpoint-minutes", "1000"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{name} ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
-    records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    records = run_trainer(arm.replace(" ", "-"), options, folder)
     heldout = [record["heldout_loss"] for record in records if "heldout_loss" in record]
     return [record["loss"] for record in records if "loss" in record], heldout[-1]
 

@@ -9,17 +9,14 @@ rounding or chance.
 """
 
 import argparse
-import json
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.on_trainer.runs import run_trainer
 from models.recipes import rate_for
 
-ROOT = Path(__file__).parent.parent
 FACTORS = 0.5, 1.0, 2.0
 BIAS_RATES = 0.001, 0.01
 SAME = (
@@ -33,9 +30,7 @@ def figures(runs: Path, dim: int, rate: float, bias_rate: float, steps: int) -> 
     name = f"{dim}-{rate:g}-{bias_rate:g}"
     own = [f"--steps={steps}", f"--learning-rate={rate}", f"--bias-rate={bias_rate}"]
     sizes = ["--set", f"dim={dim}", f"dense_hidden={2 * dim}", f"expert_hidden={dim // 2}"]
-    command = [sys.executable, "-P", "-m", "train", f"--runs={runs}", f"--name={name}", *SAME, *own, *sizes]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    lines = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+    lines = run_trainer(name, [*SAME, *own, *sizes], runs)
     unevenness = [line["max_vio"] for line in lines if "max_vio" in line]
     return lines[-1]["heldout_loss"], max(unevenness), float(np.mean(unevenness[steps // 2 :]))
 

@@ -13,8 +13,6 @@ import hashlib
 import json
 import os
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -22,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import models
+from benchmarks.on_trainer.runs import read_records, run_trainer
 from dualpipe_jax.parallel import capacity_for
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,27 +58,12 @@ def trained(name, options, runs):
     name = f"{name}-{hashlib.sha256(json.dumps([*options, code()]).encode()).hexdigest()[:8]}"
     # A run that was cut short has a report, too.
     finished = runs / name / "finished"
-    if not finished.exists():
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "train",
-            "--name",
-            name,
-            "--runs",
-            str(runs),
-            "--resume",
-            *options,
-        ]
-        cache = {"JAX_COMPILATION_CACHE_DIR": str(runs / "cache"), "JAX_PLATFORMS": "cpu"}
-        found = subprocess.run(command, capture_output=True, text=True, env=os.environ | cache)
-        if found.returncode:
-            raise SystemExit(
-                f"{name} ended with {found.returncode}:\n{(found.stdout + found.stderr)[-2000:]}"
-            )
-        finished.touch()
-    return [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+    if finished.exists():
+        return read_records(runs / name)
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(runs / "cache"), "JAX_PLATFORMS": "cpu"}
+    records = run_trainer(name, ["--resume", *options], runs, os.environ | cache)
+    finished.touch()
+    return records
 
 
 def rows_with_room(options):
