@@ -1,1 +1,1 @@
-"""The common part of ``scripts/bench fp8``, ``rebalance`` and ``learning_rates``: runs of the trainer, and their records."""
+"""Runs of the trainer and their records, for ``scripts/bench fp8``, ``rebalance`` and ``learning_rates``."""
