@@ -22,6 +22,12 @@ EXAMPLE = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), r
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(autouse=True)
+def no_path_to_the_checkout(monkeypatch):
+    """With PYTHONPATH set to it, a Python without ``models`` would find them there."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """Built from a copy, for building leaves its own folders behind."""

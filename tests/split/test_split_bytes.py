@@ -203,9 +203,7 @@ def test_integer_input_of_an_embedding_waits_for_the_weights():
     assert total_bytes(plan.residuals_w) <= 5 * 4
 
 
-def test_planning_a_deep_stage_is_quick():
-    """Unrolled layers: the cut must not be cubic."""
-
+def test_unrolled_layers_hold_as_many_times_what_one_does():
     def deep(params, x):
         for index in range(12):
             x = transformer_layer(jax.tree.map(lambda a, index=index: a[index], params), x)
