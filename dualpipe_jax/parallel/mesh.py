@@ -85,8 +85,9 @@ def make_mesh(
 
     Devices are taken in the order given, "ep" varying fastest and "dp" slowest: the devices that share a pipeline rank
     are neighbours. JAX orders GPUs by nodes, so that "ep" lies inside a node if it fits; with an axis "node" it must.
-    A whole TPU slice is taken in another order: "ep" (and "node" by "ep") fills boxes of the torus, of the shape whose
-    all-to-alls load their busiest link least, and consecutive ranks are boxes next to each other.
+    A TPU slice, if it is whole and alone, is taken in another order: "ep" (and "node" by "ep") fills boxes of the
+    torus, of the shape whose all-to-alls load their busiest link least, and consecutive ranks are boxes next to each
+    other.
 
     The axis types are Auto (``jax.make_mesh`` would make them Explicit, which ``shard_map``'s specs then contradict).
 
@@ -130,6 +131,9 @@ def make_mesh(
 def _order_by_proximity(devices: list[jax.Device], local: int, nodes: int) -> list[jax.Device]:
     """Order a whole TPU slice's devices so that those of an expert axis are near each other; leave others unchanged."""
     if any(device.platform != "tpu" or getattr(device, "coords", None) is None for device in devices):
+        return devices
+    # Each slice has coordinates of its own: those of several slices are equal.
+    if len({getattr(device, "slice_index", None) for device in devices}) > 1:
         return devices
     chips: dict[tuple[int, ...], list[jax.Device]] = {}
     for device in devices:

@@ -88,6 +88,17 @@ def test_a_tpu_slices_expert_axis_fills_a_box():
     assert list(make_mesh(1, 9, chips[:9]).devices.ravel()) == chips[:9]
 
 
+def test_tpu_slices_are_not_mixed():
+    """Two slices have the same coordinates, and between them there is only the network."""
+    places = [(x, y, 0) for y in range(4) for x in range(4)]
+    chips = [
+        Chip(16 * piece + k, "tpu", place, piece=piece) for piece in (0, 1) for k, place in enumerate(places)
+    ]
+    for mesh in (make_mesh(2, 16, chips), make_mesh(1, 16, chips, dp=2), make_mesh(1, (2, 16), chips)):
+        for row in mesh.devices.reshape(2, 16):
+            assert len({chip.slice_index for chip in row}) == 1
+
+
 def test_between_nodes_of_gpus_links_are_slower():
     gpus = [Chip(k, "gpu", process=k // 8) for k in range(64)]
     (slow,) = slow_links(make_mesh(1, (8, 8), gpus)).values()
