@@ -212,7 +212,8 @@ def plan_dropless(
         slot_TK = jnp.where(known_A, rank_A, T * K).reshape(T, K)
         assignment_S = order_A
         if T * K > _MAX_PAIRWISE:
-            assignment_S = jnp.where(jnp.arange(T * K, dtype=jnp.int32) < jnp.sum(known_A), order_A, T * K)
+            num_known = jnp.sum(known_A, dtype=jnp.int32)
+            assignment_S = jnp.where(jnp.arange(T * K, dtype=jnp.int32) < num_known, order_A, T * K)
         dropped = checkpoint_name(jnp.zeros_like(counts_E[0]), DROPPED)
         return Handle(slot_TK, assignment_S, dropped, None, None, counts_E, None, 1, axis_name, payload)
     starts_N = starts_E.reshape(num_devices, L)[:, 0]

@@ -271,6 +271,9 @@ def test_no_plan_promotes_anything_where_jax_has_64_bits(method, bound):
             )
             kinds = jax.eval_shape(numbers, choices(TOKENS))
             assert {kind.dtype for kind in kinds} == {jnp.dtype(jnp.int32)}, ep
+        many = jax.ShapeDtypeStruct((1024, K), jnp.int32)  # more than are compared pair by pair
+        kinds = jax.tree.leaves(jax.eval_shape(plan_of(method, axis_name=None), many))
+        assert {kind.dtype for kind in kinds} == {jnp.dtype(jnp.int32)}
 
 
 def test_count_is_exact_and_integer():
