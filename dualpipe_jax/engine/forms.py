@@ -7,7 +7,7 @@ import jax
 
 from dualpipe_jax.contract import Tree
 from dualpipe_jax.engine.stages import PlacedStages, broadcast, from_placed, is_listed
-from dualpipe_jax.engine.trees import float0_like
+from dualpipe_jax.engine.trees import float0_like, types_of
 from dualpipe_jax.schedule import Schedule
 from dualpipe_jax.split.leaves import is_floating
 
@@ -24,7 +24,9 @@ def trained(tree: Tree, frozen: Tree, num_stages: int) -> Tree:
     if isinstance(stages, PlacedStages):
         local = tuple(of("stages", stage) for stage in stages.local)
         return {"stages": dataclasses.replace(stages, local=local), "shared": shared}
-    if is_listed(stages, num_stages):
+    # Not by ``is_listed``: without the frozen leaves, gradients of a list may look like one tree of all stages, too.
+    listed = isinstance(stages, list) and len(stages) == num_stages
+    if listed and all(types_of(stage) == types_of(stages[0]) for stage in stages):
         return {"stages": [of("stages", stage) for stage in stages], "shared": shared}
     return {"stages": of("stages", stages), "shared": shared}
 

@@ -398,6 +398,29 @@ def test_frozen_leaves_and_an_optimizer():
         assert new["shared"] == params["shared"]
 
 
+def test_frozen_leaves_of_listed_stages_and_an_optimizer():
+    """Without the frozen leaves, the gradients' list could be one tree of stacked leaves, too."""
+    num_stages = 2
+    params, batch = arguments(num_stages)
+    params["stages"] = [
+        {"w": jnp.full(num_stages, 0.5 + number), "fixed": jnp.ones(5)} for number in range(num_stages)
+    ]
+
+    def first_weight(own, shared, x, at):
+        return stage({"w": own["w"][0] * own["fixed"][0]}, shared, x, at)
+
+    step = pipeline(first_weight, frozen={"stages": {"w": False, "fixed": True}})
+    _, gradients = step.value_and_grad(params, batch)
+    assert gradients["stages"][0]["fixed"] is None
+    new = step.with_trained(params, jax.tree.map(jnp.add, step.trained(params), step.trained(gradients)))
+    want = jax.grad(plain_loss)(
+        params | {"stages": {"w": jnp.stack([own["w"][0] for own in params["stages"]])}}, batch
+    )
+    for own, before, gradient in zip(new["stages"], params["stages"], want["stages"]["w"], strict=True):
+        np.testing.assert_allclose(own["w"], before["w"] + jnp.array([1.0, 0.0]) * gradient, rtol=2e-6)
+        np.testing.assert_array_equal(own["fixed"], before["fixed"])
+
+
 @jax.custom_vjp
 def summed_in_the_backward(x):
     return x
