@@ -135,8 +135,8 @@ def _num_fitting(room: float, memory: MemoryModel) -> float:
     """The number of live activations that fit; rounding errors of the division never make it too small."""
     if room < 0:
         return -1
-    fit = room / memory.live if memory.live and math.isfinite(room) else math.inf
-    return math.floor(fit * (1 + REL_TOLERANCE) + REL_TOLERANCE) if math.isfinite(fit) else math.inf
+    fit = (room / memory.live if memory.live else math.inf) * (1 + REL_TOLERANCE) + REL_TOLERANCE
+    return math.floor(fit) if math.isfinite(fit) else math.inf
 
 
 class _Rank:
@@ -163,7 +163,8 @@ class _Rank:
         pairs = np.arange(count + 1 - min(self.stages_of_pipes))
         work = self.most_f[-1] + self.most_b[-1] - pairs * self.gain
         alone = count - pairs
-        early = np.minimum(alone, fit).astype(int)  # forwards before the first backward
+        # Forwards before the first backward; a whole number that fits may be too long for NumPy.
+        early = np.minimum(alone, min(fit, count))
         before = np.maximum(self.least("head"), self.least("early") - self.most_f[early])
         tail = self.least("tail") - self.most_w[alone]
         after = np.maximum(0, np.maximum(self.least("rest") - self.most_b[alone], tail))

@@ -115,6 +115,13 @@ def test_little_memory_binds():
     assert lower_bound(4, 16, memory_limit=1) == 16 * 2 * 4 / 2  # half a turn for the average activation
 
 
+@pytest.mark.parametrize("limit", [1e19, 1e300, 1.7e308, 10**30], ids=str)
+def test_a_limit_beyond_what_numpy_counts_is_none(limit):
+    line = Placement.linear(2)
+    assert lower_bound(2, 4, memory_limit=limit, placement=line) == 13
+    assert optimum(line, 2, memory_limit=limit).makespan == 7
+
+
 def test_no_bound_where_not_even_one_microbatch_fits():
     v = Placement.v(2)
     assert lower_bound(2, 4, memory_limit=1, placement=v) < math.inf
