@@ -80,7 +80,8 @@ def search(
     problem = Problem(num_microbatches, costs or CostModel(), memory or MemoryModel(), memory_limit)
     placements = placements_of(num_ranks, num_microbatches, placement)
     if placement is None:
-        placements = [p for p in placements if can_divide_costs(problem.costs, p)]
+        # Where none can, ``bounds_of`` says why.
+        placements = [p for p in placements if can_divide_costs(problem.costs, p)] or placements
     bound = min(bounds_of(placements, problem).values())
     found_schedules, policies = FoundSchedules(problem), PolicySearch()
     for schedule in schedules_for_counts(

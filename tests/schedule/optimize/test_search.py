@@ -180,6 +180,12 @@ def test_cuts_so_fine_that_an_extra_takes_more_than_there_is_are_left_out():
     assert found.placement.num_stages <= 4 and makespan(found, costs) > 0
 
 
+def test_extras_that_no_placement_can_take_are_told():
+    costs = CostModel(extra={0: (-0.6, 0, 0), -1: (-0.6, 0, 0)})  # on one rank both are of one stage
+    with pytest.raises(ValueError, match=r"extra\[0\]=\(-1.2, .*takes more away than a stage has"):
+        search(1, 4, costs)
+
+
 def test_own_recipes_are_where_it_starts():
     made = []
 
