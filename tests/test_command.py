@@ -166,6 +166,15 @@ def test_compare_and_choose_show_how_sends_and_jitter_change_the_ranking(capsys)
             assert refused(capsys, 2, command, *SMALL, "--jitter", jitter).startswith(message)
 
 
+@pytest.mark.parametrize("unit", ["1e-10", "36300000.1"])
+def test_the_order_does_not_depend_on_the_unit_of_time(capsys, unit):
+    def order(f):
+        rows = facts_of(capsys, "compare", *SMALL, "--F", f, "--I", f, "--W", f)["schedules"]
+        return [row["name"] for row in rows]
+
+    assert order(unit) == order("1")
+
+
 def test_compare_counts_halves_and_copies(capsys):
     facts = facts_of(capsys, "compare", *SMALL, "--FB", "2", "--parameters", "10", "--boundary", "1")
     rows = {row["name"]: row for row in facts["schedules"]}

@@ -234,4 +234,5 @@ def rows_of(
 
 def best_first(rows: Iterable[Row]) -> list[Row]:
     """The shortest step first; of equal ones the one that needs least memory."""
-    return sorted(rows, key=lambda row: (round(row.makespan, 9), row.memory, row.name))
+    # Nine digits, not nine decimals: a step may take 1e-9 of its unit, or 1e9.
+    return sorted(rows, key=lambda row: (float(f"{row.makespan:.9g}"), row.memory, row.name))
