@@ -132,7 +132,9 @@ PREVIOUS = "--previous", "a.json"
         ("a.json", "[[1, 2], [3]]", (), r"a.json: object \[0\]; loads are numbers \[layers, experts\]"),
         ("metrics.jsonl", '{"step": 1}\n', (), "no step has a load; .*--load-every"),
         ("metrics.jsonl", '{"load": [[1]]}\n{"lo\n{"load": [[2]]}\n', (), "line 2 is damaged; take it out"),
+        ("a.json", "[" * 100_000, (), "a.json: not JSON: .*; give .npz"),
         ("a.npz", "nothing", (), "a.npz: no arrays of NumPy"),
+        ("a.npz", "PK\x03\x04", (), "a.npz: no arrays of NumPy: File is not a zip file"),
         ("a.json", "[[1, -2]]", (), "the load of layer 0, expert 1 is -2.0"),
         ("a.json", "[[1, 2]]", ("--devices", "0"), "num_devices=0; it must be at least 1"),
         ("a.json", "[[1, 2]]", ("--slots", "3"), "twice on one device, for the loads are of 2 experts"),
@@ -189,3 +191,18 @@ def test_what_it_refuses(capsys, tmp_path, monkeypatch, name, content, options, 
     devices = () if "--devices" in options else ("--devices", "1")
     assert main(["balance", name, *devices, *options]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_arrays_that_are_no_loads_or_damaged(capsys, tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez(path, loads=np.ones((2, 64)))
+    whole = path.read_bytes()
+    at = whole.index(np.ones(8).tobytes())
+    path.write_bytes(whole[:at] + b"\x01" + whole[at + 1 :])
+    np.save(tmp_path / "line.npy", np.ones(8))
+    for name, message in (
+        ("a.npz", "no arrays of NumPy: Bad CRC-32"),
+        ("line.npy", r"float64 \[8\]; loads are"),
+    ):
+        assert main(["balance", str(tmp_path / name), "--devices", "2"]) == 2
+        assert re.search(f"{name}: {message}", capsys.readouterr().err)

@@ -1,6 +1,8 @@
 """Read loads of experts from a file: arrays, JSON, or the counts of a training run."""
 
 import json
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,13 @@ def read_loads(path: Path) -> np.ndarray:
         path = path / "metrics.jsonl"
     ending = path.suffix.lower()
     if ending in (".npz", ".npy"):
-        return _arrays(path)
+        return _numbers(path, _array(path))
     text = path.read_text(encoding="utf-8", errors="replace")
     if ending == ".jsonl":
         return _metrics(path, text)
     try:
         found = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CommandError(
             f"{path}: not JSON: {error}; give .npz, .npy, .json, or a run's metrics.jsonl"
         ) from None
@@ -46,22 +48,22 @@ def read_loads(path: Path) -> np.ndarray:
     return _numbers(path, found)
 
 
-def _arrays(path: Path) -> np.ndarray:
+def _array(path: Path) -> np.ndarray:
     try:
-        loaded = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError) as error:
+        with path.open("rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            if isinstance(loaded, np.ndarray):
+                return loaded
+            name = next((name for name in _NAMES if name in loaded.files), None)
+            if name is None and len(loaded.files) == 1:
+                name = loaded.files[0]
+            if name is not None:
+                return loaded[name]
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise CommandError(f"{path}: no arrays of NumPy: {error}") from None
-    if isinstance(loaded, np.ndarray):
-        return loaded
-    with loaded:
-        name = next((name for name in _NAMES if name in loaded.files), None)
-        if name is None and len(loaded.files) == 1:
-            name = loaded.files[0]
-        if name is None:
-            raise CommandError(
-                f"{path}: has arrays {', '.join(loaded.files) or '(none)'}; name the one with loads {_NAMES[0]!r}"
-            )
-        return loaded[name]
+    raise CommandError(
+        f"{path}: has arrays {', '.join(loaded.files) or '(none)'}; name the one with loads {_NAMES[0]!r}"
+    )
 
 
 def _metrics(path: Path, text: str) -> np.ndarray:
