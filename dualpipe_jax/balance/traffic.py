@@ -78,6 +78,8 @@ def count_traffic(source: ArrayLike, target: ArrayLike, layout: Layout) -> Traff
     for name, devices in (("source", sources), ("target", targets)):
         if devices.dtype.kind not in "iu" or devices.min() < 0 or devices.max() >= layout.num_devices:
             raise ValueError(f"count_traffic: {name} must be devices, integers 0 to {layout.num_devices - 1}")
+    # In fewer bits than the size of a node has, NumPy divides by no such number.
+    sources, targets = sources.astype(np.int64), targets.astype(np.int64)
     if layout.num_devices % layout.num_nodes:
         raise ValueError(
             f"count_traffic: {layout.num_devices} devices on {layout.num_nodes} nodes of unequal size"

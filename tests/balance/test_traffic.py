@@ -64,6 +64,12 @@ def test_limited_routing_against_a_loop_over_tokens():
     assert limited.two_hops.across == pytest.approx(np.mean(across), abs=0.06)
 
 
+def test_devices_in_as_few_bits_as_hold_their_numbers():
+    source, target = np.array([0, 255], np.uint8), np.array([[0, 7], [0, 255]], np.uint8)
+    copies = count_traffic(source, target, Layout(256, 1)).by_device
+    assert (copies.across, copies.inside) == (0.0, 1.0)  # 0 to 7, and 255 to 0
+
+
 def test_bytes():
     found = random_traffic(Layout(16, 1, 2), 16, 4, num_tokens=100).two_hops
     assert found.bytes(4096, 14336.0) == (found.across * 4096 * 14336, found.inside * 4096 * 14336)
