@@ -66,7 +66,8 @@ def optimum(
     Args:
       placement: which rank holds which stage.
       num_microbatches: the number of microbatches of the step, all pipes together.
-      costs: costs of a rank's equal share of the model, as in ``lower_bound``; all above 0, sends not blocking.
+      costs: costs of a rank's equal share of the model, as in ``lower_bound``; all above 0, those of the stages with
+        extras, too, and sends not blocking.
       memory_limit: the most memory that a rank may keep, in the unit of ``memory``.
       memory: sizes of a rank's share; live activations when left out.
       incumbents: known schedules. Those on this placement that fit the memory are upper bounds, and a short one
@@ -83,7 +84,7 @@ def optimum(
     memory_limit = float(memory_limit)  # a whole number may be too long for NumPy
     problem = Problem(num_microbatches, costs or CostModel(), memory or MemoryModel(), memory_limit)
     problem = problem.of_stages(placement)
-    unit, costs_in_steps = _in_whole_steps(problem.costs)
+    unit, costs_in_steps = _in_whole_steps(placement, problem.costs)
     whole = dataclasses.replace(problem, costs=costs_in_steps)
     bound = bound_of_stages(placement, whole)
     if bound == math.inf:
@@ -106,7 +107,7 @@ def optimum(
     return Optimum(best, found, min(found, horizon * unit))
 
 
-def _in_whole_steps(costs: CostModel) -> tuple[float, CostModel]:
+def _in_whole_steps(placement: Placement, costs: CostModel) -> tuple[float, CostModel]:
     """The greatest unit of time that divides all durations, and the costs in this unit."""
     if costs.blocking or min(costs.F, costs.I, costs.W, costs.FB) <= 0:
         raise ValueError(
@@ -128,6 +129,15 @@ def _in_whole_steps(costs: CostModel) -> tuple[float, CostModel]:
     f, i, w, fb, send, inside, *rest = (float(e / unit) for e in exact)
     extra = {stage: tuple(rest[3 * n : 3 * n + 3]) for n, stage in enumerate(costs.extra)}
     whole = CostModel(f, i, w, fb, send, extra, False, inside, costs.ranks_per_node)  # type: ignore[arg-type]  # three each
+    alone = [(Action(stage, op, 0),) for stage in range(placement.num_stages) for op in (Op.F, Op.I, Op.W)]
+    pairs = [
+        (Action(f, Op.F, 0), Action(b, Op.B, 0)) for held in placement.stages_on for f in held for b in held
+    ]
+    # The programme lets a slot of no time run in the middle of another.
+    if min(round(whole.of(slot, placement)) for slot in (*alone, *pairs)) < 1:
+        raise ValueError(
+            f"optimum: extra={costs.extra} of a stage leaves some of its work no time; let each take a little"
+        )
     return float(unit), whole
 
 
