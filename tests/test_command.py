@@ -447,6 +447,13 @@ def test_a_terminal_without_colours_gets_whole_actions(capsys, monkeypatch):
     assert all(len(line) <= 60 for line in lines)
 
 
+def test_a_terminal_gets_names_unchanged(capsys, monkeypatch, saved):
+    monkeypatch.setattr("dualpipe_jax.command.output.in_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "200")
+    path = saved(format_grid(zb_h1(2, 4)), "run:x:[b].txt")
+    assert "run:x:[b].txt" in printed(capsys, "compare", path)
+
+
 def test_a_terminal_gets_colours():
     ours, theirs = os.openpty()
     command = [sys.executable, "-m", "dualpipe_jax", "compare", "gpipe", "dualpipe", *SMALL]

@@ -55,7 +55,7 @@ def make_console() -> Any:
     """A console of rich that prints text unchanged."""
     from rich.console import Console
 
-    return Console(highlight=False, markup=False)
+    return Console(highlight=False, markup=False, emoji=False)
 
 
 def waiting(what: str) -> contextlib.AbstractContextManager[Any]:
