@@ -49,6 +49,15 @@ WORKERS = {
         print("compiling", flush=True)
         time.sleep(120)
     """,
+    "leaves one behind": """
+        import subprocess
+        other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(40)"])
+        open(os.environ["PIDS"], "w").write(f"{other.pid}")
+        print("compiling", flush=True)
+        if json.loads(sys.stdin.readline())["answers"]:
+            open(sys.argv[1], "w").write(json.dumps({"sum": 3}))
+        os._exit(3)
+    """,
     "hangs": """
         print("counting", flush=True)
         open(sys.argv[1] + ".partial", "w").write(json.dumps({"sum": 3}))
@@ -149,6 +158,15 @@ def test_a_process_that_hangs_on_its_way_out(environment):
     with pytest.raises(StageTimeout, match=r"^no answer in 2 s while starting$") as hung:
         ask("hangs at its end", {}, environment, "probe", lambda stage: 2.0)
     assert hung.value.known == {}
+
+
+def test_one_that_it_leaves_behind_is_not_waited_for(environment):
+    """It has the process's standard output, which so stays open for 40 seconds."""
+    began = time.monotonic()
+    with pytest.raises(ChildDied, match="^the process ended with status 3 while compiling$"):
+        ask("leaves one behind", {"answers": False}, environment, "v5e:4x4")
+    assert not is_alive(int(Path(environment["PIDS"]).read_text())) and time.monotonic() - began < 30
+    assert ask("leaves one behind", {"answers": True}, environment, "v5e:4x4") == {"sum": 3}
 
 
 def test_the_far_end(environment):
