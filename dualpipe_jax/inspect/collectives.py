@@ -33,10 +33,11 @@ KINDS = (
 
 _GROUPS = re.compile(
     r"replica_groups=(?:\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?|\{(\{[\d,{} ]+\})\}"
-    r"|mesh\[([^\]]+)\][^{]*\{([^}]+)\})"
+    r"|mesh\[([^\]]+)\](?:, *device_ids=\(([^{]+)\))? *\{([^}]+)\})"
 )
 _SOURCE_TARGET_PAIRS = re.compile(r"source_target_pairs=\{([\d,{} ]+)\}")
 _AXIS = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?(?:=(\d+))?")
+_TURNED = re.compile(r"\[([\d,]+)\]T\(([\d,]+)\)")
 _IS_SYNC = re.compile(r'"is_sync":\s*true')
 
 
@@ -155,26 +156,34 @@ def _groups(module: Module, issued: Instruction) -> tuple[tuple[int, ...], ...] 
     """Return the groups of a collective, which HLO prints in several ways.
 
     These are ``{{0,1},{2,3}}``, ``[2,2]<=[4]``, ``[2,2]<=[2,2]T(1,0)`` and, since jax 0.12,
-    ``mesh['a'=2,'b'=2] {'b'}``.
+    ``mesh['a'=2,'b'=2] {'b'}``, or ``mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'b'}``.
     """
     inside = (i.attributes for name in issued.called() for i in module.inside(name))
     for attributes in (issued.attributes, *inside):
         if pairs := _SOURCE_TARGET_PAIRS.search(attributes):
             return tuple((int(a), int(b)) for a, b in re.findall(r"(\d+),\s*(\d+)", pairs[1]))
         if match := _GROUPS.search(attributes):
-            count, size, dims, order, listed, mesh, axes = match.groups()
+            count, size, dims, order, listed, mesh, laid, axes = match.groups()
             if listed:
                 return tuple(map(_numbers, re.findall(r"[\d,]+\d|\d", listed)))
             if mesh:
-                return _mesh_groups(mesh, axes)
-            ids = np.arange(int(count) * int(size)).reshape(_numbers(dims))
-            ids = ids.transpose(_numbers(order)) if order else ids
-            return tuple(map(tuple, ids.reshape(int(count), int(size)).tolist()))
+                return _mesh_groups(mesh, axes, laid)
+            return tuple(map(tuple, _counted(dims, order).reshape(int(count), int(size)).tolist()))
     return None
 
 
-def _mesh_groups(mesh: str, axes: str) -> tuple[tuple[int, ...], ...]:
-    """Return the groups along axes of a mesh; ``'a':(2)4`` is a part of size 4 of an axis, after a part of size 2."""
+def _counted(dims: str, order: str | None) -> np.ndarray:
+    """Return the numbers from 0 on, laid out in dims that are then transposed."""
+    sizes = _numbers(dims)
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    return numbers.transpose(_numbers(order)) if order else numbers
+
+
+def _mesh_groups(mesh: str, axes: str, laid: str | None) -> tuple[tuple[int, ...], ...]:
+    """Return the groups along axes of a mesh; ``'a':(2)4`` is a part of size 4 of an axis, after a part of size 2.
+
+    ``laid`` is the order of its devices, ``[4,2]T(1,0)`` or ``0,2,1,3``; None: from 0 on.
+    """
     sizes = {name: int(whole) for name, _, _, whole in _AXIS.findall(mesh)}
     parts: dict[str, list[tuple[int, int]]] = {}
     for name, before, part, _ in _AXIS.findall(axes):
@@ -187,7 +196,11 @@ def _mesh_groups(mesh: str, axes: str) -> tuple[tuple[int, ...], ...]:
             chosen.append(len(dims) - 1)
             passed = before * part
         dims.append(whole // passed)
-    ids = np.arange(math.prod(sizes.values())).reshape(dims)
+    ids = np.arange(math.prod(dims))
+    if laid is not None:
+        turned = _TURNED.fullmatch(laid)
+        ids = _counted(turned[1], turned[2]) if turned else np.array(_numbers(laid))
+    ids = ids.reshape(dims)
     others = [dim for dim in range(len(dims)) if dim not in chosen]
     size = math.prod(dims[dim] for dim in chosen)
     return tuple(map(tuple, ids.transpose(*others, *chosen).reshape(-1, size).tolist()))

@@ -178,5 +178,5 @@ def test_groups_by_axes_of_a_mesh():
         ("'x'=8", "'x':(1)4", halves.T),
         ("'x'=8", "'x':(4)2", halves),
     ):
-        assert _mesh_groups(mesh, axes) == tuple(map(tuple, wanted.tolist())), axes
+        assert _mesh_groups(mesh, axes, None) == tuple(map(tuple, wanted.tolist())), axes
     assert math.prod(map(int, _GROUPS.search("replica_groups=[8,3]<=[2,3,4]T(0,2,1)").groups()[:2])) == 24

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from dualpipe_jax import make_mesh
 from dualpipe_jax.inspect import gpu_rates, overlap, read
+from dualpipe_jax.inspect.collectives import collectives
 from dualpipe_jax.inspect.rates import Rates, tpu_rates
 from dualpipe_jax.inspect.scheduler import parse_statistics
 from tests.inspect.by_hand import done, module, start, work
@@ -221,6 +222,24 @@ def test_groups_of_devices():
     for groups, size in sizes.items():
         text = module(start("a").replace("{{0,1,2,3},{4,5,6,7}}", groups), done("a"))
         assert [c.group_size for c in overlap(text, BYTE_A_CYCLE).collectives] == [size], groups
+
+
+@pytest.mark.parametrize(
+    "laid, second",
+    [
+        ("", (4, 5, 6, 7)),
+        (", device_ids=([4,2]T(1,0))", (1, 3, 5, 7)),
+        (", device_ids=(7,6,0,1,5,4,2,3)", (5, 4, 2, 3)),
+    ],
+)
+def test_groups_of_a_mesh_have_its_devices(laid, second):
+    """As XLA of jax 0.12 prints a mesh whose devices are not in order."""
+    text = module(
+        start("a").replace("{{0,1,2,3},{4,5,6,7}}", f"mesh['pp'=2,'ep'=4]{laid} {{'ep'}}"), done("a")
+    )
+    parsed = read(text)
+    (pair,) = collectives(parsed, parsed.computations[parsed.entry])
+    assert pair.groups is not None and pair.groups[1] == second
 
 
 def test_groups_of_devices_are_read_from_what_this_jax_compiles():
