@@ -431,11 +431,15 @@ def ranked(choices: Iterable[Choice]) -> list[Choice]:
 
 
 def nearest(choices: Iterable[Choice]) -> list[Choice]:
-    """The refused choice that needs least memory, for each schedule, dp, pp, remat and dispatch."""
+    """The refused choice that needs least memory, for each schedule, dp, pp, remat and dispatch.
+
+    Choices of unknown memory stand beside it, one for each reason: they may need less or more.
+    """
     groups: dict[tuple[object, ...], list[Choice]] = {}
     for choice in choices:
         if choice.refused:
             plan = choice.plan
-            key = plan.schedule_in_words, plan.dp, plan.pp, plan.remat, plan.dispatch
+            why = choice.refused if choice.memory is None else ""
+            key = plan.schedule_in_words, plan.dp, plan.pp, plan.remat, plan.dispatch, why
             groups.setdefault(key, []).append(choice)
     return [min(alike, key=lambda choice: choice.memory or 0) for alike in groups.values()]

@@ -309,6 +309,14 @@ def test_what_the_compiler_refuses_is_tried_with_more_shared_out(monkeypatch):
     assert why == "the compiler refuses its units: RESOURCE_EXHAUSTED: 99 GiB"
 
 
+def test_a_refusal_of_unknown_memory_hides_none_that_is_known():
+    plan = Plan("v3", schedule="zb_h1", pp=2, ep=2, microbatches=8, microbatch_size=4)
+    large, small = (planner.Choice(plan, memory=float(n * GIB), refused=f"needs {n} GiB") for n in (98, 97))
+    impossible = [planner.Choice(plan, refused="too few microbatches") for _ in range(2)]
+    found = planner.nearest([large, impossible[0], small, impossible[1]])
+    assert [choice.refused for choice in found] == ["needs 97 GiB", "too few microbatches"]
+
+
 @pytest.fixture
 def studied(monkeypatch):
     """Dry runs are answered at once; what was asked, and what happens at the n-th."""
