@@ -344,6 +344,19 @@ def test_the_flags_are_xlas_before_it_looks_for_devices(monkeypatch, asked):
     assert os.environ["XLA_FLAGS"] == before + (in_order if asked else "")
 
 
+@pytest.mark.parametrize("wrong", range(3))
+def test_a_nan_is_wrong_in_whatever_leaf(wrong):
+    """Leaves that come after it are right."""
+    leaves = [np.float32(1), np.arange(3, dtype=np.float32), np.arange(2, dtype=np.float32)]
+    want = leaves[0], {"a": leaves[1], "b": leaves[2]}
+    leaves[wrong] = np.where(np.arange(leaves[wrong].size) == 0, np.nan, leaves[wrong]).reshape(
+        leaves[wrong].shape
+    )
+    name = ["the loss", "params['a']", "params['b']"][wrong]
+    assert units.differences(want, want) == ""
+    assert f"{name} is off by nan" in units.differences((leaves[0], {"a": leaves[1], "b": leaves[2]}), want)
+
+
 def test_bits_are_compared(monkeypatch):
     """A step of which one number is another in the last of its runs, by one bit."""
     runs = iter([1.0] * (units.RUNS - 1) + [np.nextafter(np.float32(1), 2)])
