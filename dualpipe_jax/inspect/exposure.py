@@ -24,7 +24,8 @@ _MAX_NAMED_PIECES = 3
 """The largest number of pieces of work that a sentence names."""
 
 _MIN_NAMED_SHARE = 0.05
-"""The least share of the exposed cycles that a piece of work must have to be named."""
+"""The least share of the exposed cycles that a piece of work must have to be named; the largest is named, too, if all
+pieces together have it."""
 
 
 class Piece(NamedTuple):
@@ -202,7 +203,8 @@ def explain(
         cause = "order"
     elif queued >= exposed / 2:
         cause = "link"
-    could = tuple(
-        piece for piece in elsewhere[:_MAX_NAMED_PIECES] if piece.cycles >= _MIN_NAMED_SHARE * exposed
-    )
-    return Exposure(collective, times, cause, cycles, could, queued)
+    least = _MIN_NAMED_SHARE * exposed
+    could = [piece for piece in elsewhere[:_MAX_NAMED_PIECES] if piece.cycles >= least]
+    if cycles >= least:
+        could = could or elsewhere[:1]
+    return Exposure(collective, times, cause, cycles, tuple(could), queued)

@@ -64,6 +64,27 @@ def test_all_work_makes_or_reads_what_is_sent():
     )
 
 
+@pytest.mark.parametrize(
+    "number, cause, words",
+    [
+        (
+            30,
+            "order",
+            "1.20 k cycles of work that neither feeds it nor reads it stand before its start or behind its done (w0 ",
+        ),
+        (5, "dependence", "What else there is could hide 19.6 % of what is exposed: w0 "),
+        (1, "dependence", "all other work feeds it or reads it"),
+    ],
+)
+def test_the_largest_of_many_small_pieces_is_named(number, cause, words):
+    """Each is under a twentieth of what is exposed; it was said of 30 of them that all work feeds it or reads it."""
+    pieces = [of(f"w{k}", 41 if not k and number > 1 else 40) for k in range(number)]
+    (found,) = explained(start("a"), done("a"), *pieces)
+    assert (found.cause, len(found.could)) == (cause, int(number > 1)) and words in found.why
+    (found,) = explained("%a = f32[256]{0} all-to-all(%x), replica_groups={{0,1,2,3}}", *pieces)
+    assert ("nothing could run beside it" in found.why) == (number == 1)
+
+
 def test_one_waits_for_another_of_its_kind():
     (found,) = explained(start("a"), start("b"), of("beside", 1500), done("a"), done("b"))
     assert (found.collective.name, found.cause, found.queued) == ("b", "link", FLIGHT)
