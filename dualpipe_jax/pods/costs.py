@@ -126,6 +126,8 @@ def rank_costs(costs: CostModel, schedule: Schedule) -> CostModel:
     """Costs of a rank's whole share of the model, which ``choose`` takes, from the costs of a schedule's stage."""
     parts = stages_a_share(schedule.placement)
     more = {name: parts * getattr(costs, name) for name in ("F", "I", "W", "FB")}
-    ends = {stage: extra for stage, extra in costs.extra.items() if stage in (0, -1)}  # which any depth has
+    # Only the ends are there at any depth. The last stage goes by its number where its kind is not called "last".
+    places = {0: 0, -1: -1, schedule.placement.num_model_stages - 1: -1}
+    ends = {places[stage]: extra for stage, extra in costs.extra.items() if stage in places}
     usual = {field.name: getattr(costs, field.name) for field in dataclasses.fields(CostModel)}
     return _RankCosts(**(usual | more | {"extra": ends}), stage=costs, parts=parts)

@@ -36,8 +36,10 @@ from dualpipe_jax.schedule import (
     Op,
     dualpipe,
     dualpipe_v,
+    interleaved_1f1b,
     lower,
     one_f_one_b,
+    simulate,
 )
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from tests.engine import models as small
@@ -296,6 +298,24 @@ def test_stages_between_the_ends_cost_by_kind_what_each_took():
     whole = keyed({"F/block": unit(2.0), "B/block": unit(4.0)})
     whole = with_usual(whole, ("block",) * 4)
     assert whole.keys() == {UnitKey("F"), UnitKey("B")} and whole[UnitKey("F")].stages == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize("names", [("first", "middle", "last"), ("embed", "block", "head")])
+def test_the_ends_cost_what_they_took_in_any_schedule_whatever_they_are_called(names):
+    """The other schedule cuts the model into twice as many stages: its ends take as much beyond the others' half."""
+    first, middle, last = names
+    took = {first: 12.0, middle: 10.0, last: 30.0}
+    found = {
+        UnitKey(op, (k,)): Unit(c * n, c * n, None, 0.0, 0)
+        for k, c in took.items()
+        for op, n in (("F", 1), ("B", 2))
+    }
+    costs = unit_costs(with_usual(found, (first, middle, middle, last)), 0.0, split=False)
+    of_rank = rank_costs(costs, one_f_one_b(4, 8))
+    other = interleaved_1f1b(4, 8)
+    by_hand = CostModel(5, 20 / 3, 10 / 3, extra={0: (2, 8 / 3, 4 / 3), -1: (20, 80 / 3, 40 / 3)})
+    wanted = simulate(other, by_hand).makespan
+    assert simulate(other, of_rank.for_schedule(other)).makespan == pytest.approx(wanted)
 
 
 def test_kinds_alike_cost_what_one_of_them_took():
