@@ -161,10 +161,19 @@ def held_arrays(blueprint: Blueprint) -> set[str]:
     state = blueprint.state
     held = jax.tree.leaves((state.own, state.shared))
     held += [leaf for leaf in jax.tree.leaves(state.pools) if leaf.shape[0] > 1]
-    return {array_name(_HLO_NAMES.get(str(leaf.dtype), str(leaf.dtype)), leaf.shape) for leaf in held}
+    return {array_name(hlo_dtype(leaf.dtype), leaf.shape) for leaf in held}
 
 
-_HLO_NAMES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "int32": "s32"}
+_HLO_WORDS = ("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "s"), ("bool", "pred"), ("_", "")
+"""Pairs of words of NumPy's and of HLO's names of dtypes, in the order in which they are replaced."""
+
+
+def hlo_dtype(dtype: Any) -> str:
+    """HLO's name of a dtype: bf16, f8e4m3fn, s32, pred."""
+    name = str(dtype)
+    for word, short in _HLO_WORDS:
+        name = name.replace(word, short)
+    return name
 
 
 def array_name(dtype: str, dims: tuple[int, ...]) -> str:

@@ -220,6 +220,13 @@ def test_arrays_that_no_loop_should_copy():
     assert ahead.array_name("bf16", (1, 5, 1, 8)) == "bf16[5,8]"
 
 
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int16", "bfloat16", "float16", "float8_e4m3fn"])
+def test_dtypes_are_named_as_in_compiled_programs(dtype):
+    repeat = jax.jit(lambda x: jnp.broadcast_to(x, (3, 8)))
+    text = repeat.lower(jax.ShapeDtypeStruct((8,), jnp.dtype(dtype))).compile().as_text()
+    assert f" {ahead.hlo_dtype(jnp.dtype(dtype))}[3,8]{{" in text
+
+
 @pytest.mark.parametrize("how", [{}, {"dtype": jnp.bfloat16}, {"shard": "parameters"}])
 def test_sizes_of_a_ranks_share_are_those_of_the_slots(how):
     b = blueprint(**how)

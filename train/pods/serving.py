@@ -202,4 +202,4 @@ def compile_and_read(
 def _cache_name(step: ServingStep) -> str:
     blocks = step.num_rows * step.table_size
     shape = jax.eval_shape(functools.partial(init_cache, step.config, blocks, BLOCK_SIZE))
-    return ahead.array_name({"bfloat16": "bf16", "float32": "f32"}[str(shape.dtype)], shape.shape)
+    return ahead.array_name(ahead.hlo_dtype(shape.dtype), shape.shape)
