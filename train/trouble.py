@@ -28,10 +28,12 @@ class TroubleDetector:
         self._spike = spike
         self._losses: collections.deque[float] = collections.deque(maxlen=WINDOW)
         self._return_steps: list[int] = []
+        self._step = 0
 
     def reason(self, record: Mapping[str, Any]) -> str | None:
         """What is wrong with a step's record, in words; None if nothing is. Later losses are compared only with those
         of steps without trouble."""
+        self._step = record["step"]
         for name in ("loss", "grad_norm"):
             if not math.isfinite(record[name]):
                 return f"{name} is {record[name]} at step {record['step']}"
@@ -56,7 +58,13 @@ class TroubleDetector:
         self._return_steps.extend(saved["returns"])
 
     def may_return(self, step: int) -> bool:
-        """Note that the run wants to go back to ``step``. Returns False after more than ``PATIENCE`` times."""
+        """Note that the run wants to go back to ``step``. Returns False after more than ``PATIENCE`` times.
+
+        The losses of the steps that are given up are forgotten: they are lower, so those that come again would be
+        spikes beside them.
+        """
+        for _ in range(min(self._step - 1 - step, len(self._losses))):
+            self._losses.pop()
         self._return_steps.append(step)
         return self._return_steps.count(step) <= PATIENCE
 

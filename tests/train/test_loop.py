@@ -4,6 +4,7 @@ import collections
 import functools
 import io
 import json
+import math
 import signal
 import types
 from contextlib import closing
@@ -354,10 +355,22 @@ def test_what_was_seen_outlives_the_process(at):
     expected = [alone.reason(record) for record in records]
     assert sum(reason is not None for reason in expected) >= 4
     assert [first.reason(record) for record in records[:at]] == expected[:at]
-    assert first.may_return(2) and first.may_return(2)
+    assert first.may_return(at) and first.may_return(at)
     second.resume(json.loads(json.dumps(first.to_json())))
     assert [second.reason(record) for record in records[at:]] == expected[at:]
-    assert second.may_return(2) and not second.may_return(2)
+    assert second.may_return(at) and not second.may_return(at)
+
+
+@pytest.mark.parametrize(("every", "back"), [(100, 0), (5, 15)])
+def test_losses_that_are_learnt_again_are_no_spikes(tmp_path, every, back):
+    """One spike costs one return, though the loss has fallen far since the step that the run goes back to."""
+    curve = [3 + 3 * math.exp(-step / 2) for step in range(20)]
+    losses = [*curve[:18], 9.0, *curve[back:]]
+    config, path = configure(SKIP, steps=20, spike=6.0), tmp_path / "metrics.jsonl"
+    lines, *_ = run(losses, path, FakeCheckpoints(every), config=config)
+    (event,) = [line["event"] for line in lines if "event" in line]
+    assert event.startswith("loss is 9 at step 19") and f"back to step {back}, skipping" in event
+    assert [line["loss"] for line in lines if "loss" in line] == losses
 
 
 def test_the_held_out_loss_is_measured_on_the_way(tmp_path):
