@@ -37,14 +37,25 @@ class TensorBoard:
         # Steps that a resumed run repeats are shown once: TensorBoard drops earlier events after the checkpoint.
         again = {"purge_step": first + 1} if first else {}
         self._writer = module.SummaryWriter(str(folder), write_to_disk=True, **again)
+        self._step = first
 
     def write(self, record: Record) -> None:
+        if "loss" in record:
+            if record["step"] <= self._step:
+                self._drop_from(record["step"])
+            self._step = record["step"]
         for name, value in scalars(record):
             self._writer.add_scalar(name, value, record["step"])
         self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
+
+    def _drop_from(self, step: int) -> None:
+        """Let TensorBoard drop the events of a run that went back, from ``step`` on, as of one that was resumed."""
+        messages = importlib.import_module("tensorboardX.proto.event_pb2")
+        start = messages.SessionLog(status=messages.SessionLog.START)
+        self._writer.file_writer.add_event(messages.Event(step=step, session_log=start))
 
 
 class WeightsAndBiases:

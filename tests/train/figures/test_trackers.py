@@ -69,6 +69,26 @@ def test_what_a_resumed_run_does_again_is_shown_once(tmp_path):
     assert starts(fresh) == [] and starts(resumed) == [4]
 
 
+def test_steps_that_a_run_gave_up_are_shown_no_more(tmp_path):
+    """By TensorBoard's rule: a start drops all events before it in the file that are of its step or a later one."""
+    pytest.importorskip("tensorboardX")
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+    told = [{"step": step, "loss": float(step)} for step in (1, 2, 3)]
+    told += [{"step": 2, "heldout_loss": 2.5}, {"step": 3, "event": "back to step 1"}]
+    told += [{"step": step, "loss": 10.0 * step} for step in (2, 3)]
+    with closing(TensorBoard(tmp_path, {})) as board:
+        for record in told:
+            board.write(record)
+    (path,) = tmp_path.glob("events.out.tfevents.*")
+    shown = []
+    for event in messages(path, Event):
+        if event.session_log.status == SessionLog.START:
+            shown = [one for one in shown if one[0] < event.step]
+        shown += [(event.step, value.simple_value) for value in event.summary.value]
+    assert shown == [(1, 1.0), (2, 20.0), (3, 30.0)]
+
+
 def test_numbers_stand_under_headings():
     wanted = [
         "train/loss",
