@@ -10,15 +10,15 @@ import h11
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from models.serve.errors import Refused
 from models.serve.limits import HttpLimits
 
 
 def limited_protocol(limits: HttpLimits, max_connections: int) -> type[H11Protocol]:
-    """Uvicorn's connection class, with limits on the time for a request's headers and on connections, in all and by
-    address."""
+    """Uvicorn's connection class, with limits on the time for a request's headers, on the time for what is left of the
+    body of a refused one, and on connections, in all and by address."""
 
     class LimitedProtocol(H11Protocol):
         _timer: asyncio.TimerHandle | None = None
@@ -49,6 +49,19 @@ def limited_protocol(limits: HttpLimits, max_connections: int) -> type[H11Protoc
                 self._timer.cancel()
                 self._timer = None
 
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.conn.their_state is h11.SEND_BODY:
+                # Refused before its body was there. With the next byte Uvicorn's own timer is off.
+                self.loop.call_later(limits.upload_seconds, self._close_unless_read, self.cycle)
+
+        def send_400_response(self, msg: str) -> None:
+            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                self._end(400, msg)
+            else:
+                # A body that goes wrong after its request was answered.
+                self.transport.close()
+
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
             if self._timer is not None:
@@ -62,6 +75,10 @@ def limited_protocol(limits: HttpLimits, max_connections: int) -> type[H11Protoc
             if self._timer is None:
                 words = f"the headers did not arrive within {limits.header_seconds:g} s"
                 self._timer = self.loop.call_later(limits.header_seconds, self._end, 408, words)
+
+        def _close_unless_read(self, cycle: RequestResponseCycle | None) -> None:
+            if self.cycle is cycle and self.conn.their_state is h11.SEND_BODY:
+                self.transport.close()
 
         def _end(self, status: int, message: str) -> None:
             if not self.transport.is_closing():

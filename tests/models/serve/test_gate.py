@@ -1,6 +1,7 @@
 """Who is let in: connections that keep silent are closed, other hosts' pages refused."""
 
 import json
+import time
 
 import httpx
 import pytest
@@ -34,6 +35,49 @@ def test_a_connection_that_is_kept_begins_anew():
         object.__setattr__(limits, "header_seconds", 0.05)
         connection.sendall(b"GET /health HTTP/1.1\r\nhost:")
         assert answer(connection)[0] == 408
+
+
+UNKEYED = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+
+
+def test_what_is_no_http_is_told_in_the_form_of_other_errors():
+    with running(Slow()) as (url, _, _), connect(url) as connection:
+        connection.sendall(b"nonsense\r\n\r\n")
+        assert answer(connection) == (400, "Invalid HTTP request received.")
+
+
+def test_the_body_of_a_refused_request_does_not_hold_its_connection():
+    """The client would have all the time between two bytes, and Uvicorn's timer is off after the first."""
+    limits = HttpLimits(upload_seconds=0.2)
+    with running(Slow(), limits=limits, keys=("key",)) as (url, _, _), connect(url) as connection:
+        connection.sendall(UNKEYED + b"content-length: 1000\r\n\r\n")
+        assert read_until(connection, b"no key").startswith(b"HTTP/1.1 401")
+        connection.sendall(b"x")
+        connection.settimeout(30)
+        while connection.recv(4096):
+            pass
+
+
+def test_the_body_of_a_refused_request_may_come_and_the_next_one_follow():
+    limits = HttpLimits(upload_seconds=0.2)
+    with running(Slow(), limits=limits, keys=("key",)) as (url, _, _), connect(url) as connection:
+        for _ in range(2):
+            connection.sendall(UNKEYED + b"content-length: 2\r\n\r\n")
+            assert read_until(connection, b"invalid_api_key").startswith(b"HTTP/1.1 401")
+            connection.sendall(b"{}")
+        time.sleep(0.4)
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+        assert read_until(connection, b'"ok"').startswith(b"HTTP/1.1 200")
+
+
+def test_a_refused_request_whose_body_goes_wrong_is_closed_without_a_traceback(caplog):
+    with running(Slow(), keys=("key",)) as (url, _, _), connect(url) as connection:
+        connection.sendall(UNKEYED + b"transfer-encoding: chunked\r\n\r\n")
+        assert read_until(connection, b"no key").startswith(b"HTTP/1.1 401")
+        connection.sendall(b"no length\r\n")
+        while connection.recv(4096):
+            pass
+    assert not [record for record in caplog.records if record.exc_info]
 
 
 def test_one_address_may_not_hold_all_connections():
