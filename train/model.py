@@ -214,9 +214,10 @@ def model_flops(numbers: models.Config, active: int, sequence: int) -> float:
     """Floating-point operations that training on one token needs, by the usual count for MFU.
 
     These are 6 for each ``active`` parameter except the embedding, which is looked up and not multiplied, and 3 times
-    the forward attention to half of the sequence on average. Neither recomputation in the backward nor padding of
-    expert capacity is counted.
+    the forward attention to half of the sequence on average. Modules of multi-token prediction attend too, and each
+    multiplies by the head once more. Neither recomputation in the backward nor padding of expert capacity is counted.
     """
+    modules, table = numbers.num_mtp_layers, numbers.vocab * numbers.dim
     per_key = numbers.num_heads * (numbers.qk_nope_dim + numbers.qk_rope_dim + numbers.v_head_dim)
-    attention = 2 * per_key * sequence / 2 * numbers.num_layers
-    return 6.0 * (active - numbers.vocab * numbers.dim) + 3.0 * attention
+    attention = 2 * per_key * sequence / 2 * (numbers.num_layers + modules)
+    return 6.0 * (active - table + modules * table) + 3.0 * attention

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 import models
@@ -36,6 +37,7 @@ from dualpipe_jax.schedule import (
     Op,
     dualpipe,
     dualpipe_v,
+    gpipe,
     interleaved_1f1b,
     lower,
     one_f_one_b,
@@ -134,6 +136,35 @@ def test_model_flops_of_v3_by_hand():
     attention = 61 * 128 * (192 + 128) * 4096  # a half of QK and PV, 2 each
     assert model_flops(numbers, active, 4096) == pytest.approx(6 * (active - 129280 * 7168) + 3 * attention)
     assert 2.2e11 < model_flops(numbers, active, 4096) < 2.6e11, "250 GFLOP a token, as published"
+
+
+def _products(jaxpr):
+    """The operations of all matrix products of a program, those of a scan as often as it turns."""
+    found = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (summed, _), _ = equation.params["dimension_numbers"]
+            lengths = [equation.invars[0].aval.shape[dim] for dim in summed]
+            found += 2 * equation.outvars[0].aval.size * math.prod(lengths)
+        inner = [getattr(leaf, "jaxpr", leaf) for leaf in jax.tree.leaves(equation.params)]
+        turns = equation.params.get("length", 1)
+        found += turns * sum(_products(one) for one in inner if hasattr(one, "eqns"))
+    return found
+
+
+@pytest.mark.parametrize("modules", [0, 1, 2])
+def test_model_flops_are_three_times_the_products_of_the_forward(modules):
+    """Modules of multi-token prediction attend, and multiply by the head, as the model does."""
+    numbers = models.byte(num_layers=2, num_dense_layers=1, num_experts=2, num_mtp_layers=modules)
+    model = models.deepseek(numbers, 1, dispatch="capacity", capacity_factor=1.0)
+    pipeline = Pipeline(model.staged, gpipe(1, 1), make_mesh(1, 1), param_specs=model.param_specs)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    batch = dict.fromkeys(("inputs", "targets"), jax.ShapeDtypeStruct((1, 1, 32), jnp.int32))
+    counted = _products(jax.make_jaxpr(pipeline.loss)(params, batch).jaxpr) / 32
+    # Attention computes the half that a causal mask leaves out, too; norms and biases are parameters without products.
+    unmasked = numbers.num_heads * (24 + 8 + 32) * 32 * (2 + modules)
+    _, active = count_parameters(numbers)
+    assert model_flops(numbers, active, 32) == pytest.approx(3 * (counted - unmasked), rel=0.006)
 
 
 def test_units_are_found_and_priced_in_a_compiled_program():

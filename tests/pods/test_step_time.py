@@ -142,7 +142,9 @@ def test_every_part_of_the_account_by_hand():
 
 def test_routed_operations_of_v3_by_hand():
     """58 layers of 8 experts, three matrices of 7168 x 2048 each, forward and twice as much backward."""
-    assert routed_flops(named_config("v3", None)) == 6 * 58 * 8 * 3 * 7168 * 2048
+    numbers = named_config("v3", None)
+    assert routed_flops(numbers) == 6 * 58 * 8 * 3 * 7168 * 2048
+    assert routed_flops(dataclasses.replace(numbers, num_mtp_layers=1)) == 6 * 59 * 8 * 3 * 7168 * 2048
 
 
 def test_sends_are_exposed_by_kind_of_tick():

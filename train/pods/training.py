@@ -78,7 +78,7 @@ def step_program(layout: Layout, tokens: tuple[int, int, int]) -> Program:
 
 def routed_flops(config: models.Config) -> float:
     """The part of ``model_flops`` that a token's routed experts take, three matrices each."""
-    layers = config.num_layers - config.num_dense_layers
+    layers = config.num_moe_layers + config.num_mtp_layers
     return 6.0 * layers * config.top_k * 3 * config.dim * config.expert_hidden
 
 
