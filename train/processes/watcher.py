@@ -34,6 +34,10 @@ NO_RESTART = {2: "options or data that will not do", DIVERGED: "the loss is no n
 STOPPED_CODES = {130, 143}
 """Exit codes of a process that was told to stop, and has saved."""
 
+NOTHING_LOST = STOPPED_CODES | {0, -signal.SIGTERM}
+"""Exit codes of which one, of any process, tells that a request to stop loses nothing: all leave a save together, and
+SIGTERM itself ends a process only before its first step and after the last one is saved."""
+
 
 @dataclasses.dataclass
 class Worker:
@@ -178,7 +182,7 @@ def _watch(workers: Sequence[Worker], requests: StopRequests) -> Outcome:
             silent = [worker for worker in workers if worker.code is None and worker.is_silent()]
             if silent:
                 return Outcome(
-                    requests.code or None,
+                    1 if requests.count else None,
                     "; ".join(
                         f"process {worker.id} gave no sign of life for {time.monotonic() - worker.last_sign_s:.0f} s"
                         f"{' (it is stopped)' if worker.is_stopped() else ''}, last "
@@ -188,7 +192,7 @@ def _watch(workers: Sequence[Worker], requests: StopRequests) -> Outcome:
                     tuple(worker.id for worker in silent),
                 )
             if time.monotonic() > deadline:
-                return Outcome(requests.code, f"told to stop, and not done after {STOPPING_S:.0f} s")
+                return Outcome(1, f"told to stop, and not done after {STOPPING_S:.0f} s")
 
 
 def _wait_for_end(workers: Sequence[Worker], selector: selectors.BaseSelector) -> None:
@@ -212,7 +216,9 @@ def _outcome(workers: Sequence[Worker], requests: StopRequests) -> Outcome:
     if not any(codes.values()) and None not in codes.values():
         return Outcome(0, "all processes ended well")
     known = [code for code in codes.values() if code is not None]
-    if requests.count or set(known) <= STOPPED_CODES:
+    # Told twice, they were killed.
+    is_lost = requests.count == 1 and not NOTHING_LOST.intersection(known)
+    if not is_lost and (requests.count or set(known) <= STOPPED_CODES):
         how = "told to stop: " + ", ".join(
             f"process {number} {_describe_exit(code)}" for number, code in codes.items()
         )
@@ -234,7 +240,8 @@ def _outcome(workers: Sequence[Worker], requests: StopRequests) -> Outcome:
     if rest:
         why += "; then " + ", ".join(f"process {worker.id} {_describe_exit(worker.code)}" for worker in rest)
     words = failed[0].log_tail()
-    return Outcome(None, f"{why}\n{words}" if words else why, tuple(worker.id for worker in failed))
+    why = f"told to stop, and not saved: {why}" if is_lost else why
+    return Outcome(1 if is_lost else None, f"{why}\n{words}" if words else why, tuple(w.id for w in failed))
 
 
 def _first_failed(workers: Sequence[Worker]) -> list[Worker]:

@@ -280,6 +280,50 @@ def test_codes(tmp_path, codes, code):
     assert run_once(quick(*codes), tmp_path / "0", StopRequests(), os.environ).code == code
 
 
+TOLD = """
+import os, signal, sys, time
+from pathlib import Path
+code, folder, number = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+def end(*_):
+    print("error: step 40 could not be saved" if code == 1 else "saved at step 40", file=sys.stderr, flush=True)
+    os._exit(code)
+if code != -signal.SIGTERM:
+    signal.signal(signal.SIGTERM, end)
+(folder / f"{number}").touch()
+if number == 0:
+    while not (folder / "1").exists():
+        time.sleep(0.05)
+    os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(120)
+"""
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "told"),
+    [
+        ((143, 143), 143, "told to stop: process 0 ended with code 143, process 1 ended with code 143\n    saved"),
+        ((71, 1), 1, "told to stop, and not saved: process 1 ended with code 1 in its start; then process 0 ended "
+         "with code 71\n    error: step 40 could not be saved"),
+        ((2, 71), 2, "process 0 gave up (options or data that will not do)"),
+        ((-signal.SIGTERM, 71), 143, "told to stop: process 0 died of SIGTERM, process 1 ended with code 71"),
+    ],
+)  # fmt: skip
+def test_who_was_told_to_stop_and_could_not_save_has_failed(tmp_path, codes, code, told):
+    """143 is for what may be taken away: a job with that code is not queued again."""
+    lines = [[sys.executable, "-c", TOLD, str(one), str(tmp_path), str(n)] for n, one in enumerate(codes)]
+    with StopRequests() as requests:
+        outcome = run_once(lines, tmp_path / "log", requests, os.environ)
+    assert outcome.code == code and outcome.why.startswith(told)
+
+
+def test_who_does_not_stop_in_time_has_failed(tmp_path, monkeypatch):
+    monkeypatch.setattr(watcher, "STOPPING_S", 0.5)
+    stays = "import os, signal, time; signal.signal(15, signal.SIG_IGN); os.kill(os.getppid(), 15); time.sleep(120)"
+    with StopRequests() as requests:
+        outcome = run_once([[sys.executable, "-c", stays]], tmp_path / "log", requests, os.environ)
+    assert outcome.code == 1 and outcome.why == "told to stop, and not done after 0 s"
+
+
 def test_what_an_earlier_start_wrote_explains_no_later_end(tmp_path):
     """A resumed run begins with number 0 again, in the same logs: "saved at step 40" is of the start before."""
     die = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
