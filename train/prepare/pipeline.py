@@ -71,11 +71,22 @@ def prepare(options: Options, report: Report) -> Manifest:
         report.say(f"{options.out}: is prepared already")
         return ready
     work, shards = open_folder(place), open_folder(out)
-    with _job_runner(options, files, work, shards, report) as runner, _locked(work):
+    # Without a lock of OUT's own, preparations with other --work would write over each other's shards.
+    home = _work_url(dataclasses.replace(options, work=None), out)
+    apart = home != place if is_url(place) else os.path.realpath(home) != os.path.realpath(place)
+    with contextlib.ExitStack() as stack:
+        runner = stack.enter_context(_job_runner(options, files, work, shards, report))
+        for folder in (work, open_folder(home)) if apart else (work,):
+            stack.enter_context(_locked(folder))
         _note_job(work, job, options.out)
         create(shards)
         manifest = _make(options, files, vocabulary, job, work, shards, runner, report)
         work.rm("", recursive=True)
+        if apart and not is_url(home):
+            # Another preparation of OUT, given up, may lie there.
+            with contextlib.suppress(OSError):
+                (Path(home) / LOCK).unlink()
+                os.rmdir(home)
     return manifest
 
 

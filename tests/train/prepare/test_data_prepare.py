@@ -534,6 +534,28 @@ def test_shards_that_another_preparation_wrote_over_are_made_again(tmp_path, mon
     assert find_damage(out) == []
 
 
+@pytest.mark.parametrize("place", ["two", None, "out/.work"])
+def test_two_preparations_of_one_out_at_once_do_not_mix_their_shards(place, tmp_path, monkeypatch):
+    """Each with a --work of its own, or in OUT: the second is refused, and the first ends well."""
+    data, out, real = [write_lines(tmp_path / "a.jsonl", texts(60))], tmp_path / "out", pipeline.tokenise
+    refused = []
+
+    def meanwhile(bucket, context):
+        if bucket == 2:
+            asked = {} if place is None else {"work": tmp_path / place}
+            with monkeypatch.context() as patched, pytest.raises(DataError, match="is at work in") as error:
+                patched.setattr(pipeline, "tokenise", real)
+                prepare(out, data, shard_mb=0.002, reject="document .5", **asked)
+            refused.append(str(error.value))
+        return real(bucket, context)
+
+    monkeypatch.setattr(pipeline, "tokenise", meanwhile)
+    prepare(out, data, shard_mb=0.002, work=tmp_path / "one")
+    assert len(refused) == 1 and find_damage(out) == []
+    assert {file.name for file in tmp_path.iterdir()} <= {"a.jsonl", "out", "two"}
+    assert not (out / ".work").exists()
+
+
 def test_shards_of_work_that_was_given_up_are_no_damage(tmp_path, monkeypatch):
     data, out, real = [write_lines(tmp_path / "a.jsonl", texts(60))], tmp_path / "out", pipeline.tokenise
     monkeypatch.setattr(
