@@ -215,14 +215,14 @@ def in_current_sections(given: Mapping[str, Any]) -> dict[str, Any]:
     The former option ``serialised`` becomes ``overlap``, with the opposite value.
     """
     found: dict[str, Any] = {}
-    for section, options in given.items():
-        if section not in _FORMER or not isinstance(options, Mapping):
-            found[section] = options
-            continue
+    sections = {section: options for section, options in given.items() if isinstance(options, Mapping)}
+    for section, options in sections.items():
         own = "step" if section == "mesh" else section
+        found.setdefault(own, {})
         for name, value in options.items():
-            place, now = _FORMER[section].get(name, (own, name))
+            place, now = _FORMER.get(section, {}).get(name, (own, name))
             found[place] = {**found.get(place, {}), now: value}
+    found |= {name: value for name, value in given.items() if name not in sections}
     if isinstance(step := found.get("step"), Mapping) and isinstance(step.get("serialised"), bool):
         rest = {name: value for name, value in step.items() if name != "serialised"}
         found["step"] = {**rest, "overlap": not step["serialised"]}

@@ -112,6 +112,13 @@ def test_runs_and_files_from_before_go_on(tmp_path):
     assert parse(flags).options == configure(pp=2, dispatch_payload="float8", rebalance_every=5)
 
 
+@pytest.mark.parametrize("sections", [("optimizer", "step"), ("step", "optimizer")])
+def test_an_option_in_its_former_section_is_read_before_and_after_todays(tmp_path, sections):
+    file, given = tmp_path / "own.json", {"optimizer": {"moments": "bfloat16"}, "step": {"pp": 2}}
+    file.write_text(json.dumps({section: given[section] for section in sections}))
+    assert parse(["--config", str(file)]).options == configure(pp=2, moments="bfloat16")
+
+
 REFUSED = {
     "no such preset": (["--preset", "quik"], "", "--preset quik: did you mean quick? there are "),
     "no such file": (["--config", "none.toml"], "", "none.toml: cannot read it: No such file"),
