@@ -108,13 +108,17 @@ def _first_usable(
 ) -> LoadedModel:
     """The first of ``steps`` whose checkpoint can be used."""
     if not steps:
+        if options.step is not None:
+            raise CheckpointError(
+                f"step {options.step} in {folder / FOLDER} is not whole; without --step the newest whole one is taken"
+            )
         raise CheckpointError(f"none of the checkpoints in {folder / FOLDER} is whole")
     path, *rest = steps
     earlier = functools.partial(_first_usable, folder, rest, options, say)
     try:
         config, _, facts = native.open_lazily(path)
     except WeightsError as error:
-        say(unusable_warning(error))
+        say(unusable_warning(error, options))
         return earlier()
     vocabulary = _find_vocabulary(folder, facts, options)
     trained = model_config(apply(TrainConfig(), facts["options"], f"{path}: options"))
@@ -131,9 +135,10 @@ def _first_usable(
     )
 
 
-def unusable_warning(error: WeightsError) -> str:
+def unusable_warning(error: WeightsError, options: Source) -> str:
     """The warning about a checkpoint that cannot be used."""
-    return f"warning: {error.where}: {error.complaints[0]}; trying an earlier step"
+    next_step = "" if options.step is not None else "; trying an earlier step"
+    return f"warning: {error.where}: {error.complaints[0]}{next_step}"
 
 
 def _with_precision(config: Config, options: Source) -> Config:

@@ -86,7 +86,7 @@ def make_engine(loaded: LoadedModel, options: Source, max_requests: int, positio
     except WeightsError as error:
         if loaded.earlier is None:
             raise
-        say(unusable_warning(error))
+        say(unusable_warning(error, options))
     except ValueError as error:
         raise ConfigError(str(error)) from None
     except jax.errors.JaxRuntimeError as error:
