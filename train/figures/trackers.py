@@ -34,8 +34,10 @@ class TensorBoard:
         # config.json is in the same folder.
         del config
         module = _load("tensorboardX", "tensorboard")
-        # Steps that a resumed run repeats are shown once: TensorBoard drops earlier events after the checkpoint.
-        again = {"purge_step": first + 1} if first else {}
+        # Steps that a resumed run repeats are shown once: TensorBoard drops events after the checkpoint, and all if
+        # nothing was saved.
+        resumes = any(folder.glob("events.out.tfevents.*"))
+        again = {"purge_step": first + 1 if first else 0} if resumes else {}
         self._writer = module.SummaryWriter(str(folder), write_to_disk=True, **again)
         self._step = first
 

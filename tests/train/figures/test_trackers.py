@@ -58,15 +58,18 @@ def test_what_a_resumed_run_does_again_is_shown_once(tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-    TensorBoard(tmp_path, {}).close()
-    (fresh,) = tmp_path.glob("events.out.tfevents.*")
-    TensorBoard(tmp_path / "on", {}, first=3).close()
-    (resumed,) = (tmp_path / "on").glob("events.out.tfevents.*")
-
-    def starts(path):
+    def starts(name, first, *there):
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in there:
+            (folder / file).touch()
+        TensorBoard(folder, {}, first).close()
+        (path,) = set(folder.glob("events.out.tfevents.*")) - {folder / file for file in there}
         return [event.step for event in messages(path, Event) if event.session_log.status == SessionLog.START]
 
-    assert starts(fresh) == [] and starts(resumed) == [4]
+    earlier = "events.out.tfevents.1.host"
+    assert starts("fresh", 0) == [] and starts("resumed", 3, earlier) == [4]
+    assert starts("begun anew, as nothing was saved", 0, earlier) == [0]
 
 
 def test_steps_that_a_run_gave_up_are_shown_no_more(tmp_path):
