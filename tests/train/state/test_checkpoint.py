@@ -26,7 +26,7 @@ from train.options import options_as_dict
 from train.processes.group import Processes
 from train.state import checkpoint
 from train.state.checkpoint import DAMAGED_FOLDER, FOLDER, Checkpoints, _read, verify
-from train.state.facts import describe, describe_changes
+from train.state.facts import describe, describe_changes, refuse_foreign
 from train.state.layout import Layout
 from train.step import make_optimizer
 
@@ -69,14 +69,14 @@ class Run:
     def __init__(self, folder, layout, state):
         self.folder, self.layout, self.state, self.said = folder, layout, state, []
 
-    def open(self, layout=None, keep=3, keep_every=None, every=None, minutes=None, **options):
+    def open(self, layout=None, keep=3, keep_every=None, every=None, minutes=None, count=1, **options):
         layout = self.layout if layout is None else layout
         numbers, corpus = options.pop("numbers", NUMBERS), options.pop("corpus", "c")
         mesh = {axis: layout.mesh.shape.get(axis, 1) for axis in ("dp", "pp", "ep")}
         config = configure(schedule=layout.schedule.name, shard=layout.shard, **mesh, **options)
         facts = describe(config, numbers, corpus, layout.canonical)
         when = CheckpointConfig(every=every, minutes=minutes, keep=keep, keep_every=keep_every)
-        return Checkpoints(self.folder, when, layout, facts, self.said.append, Processes())
+        return Checkpoints(self.folder, when, layout, facts, self.said.append, Processes(count=count))
 
     def save(self, *steps, **options):
         with self.open(**options) as checkpoints:
@@ -164,7 +164,10 @@ def test_when_a_checkpoint_is_due(run, monkeypatch):
         assert not checkpoints.due(1)
         clock[0] += 1
         assert checkpoints.due(2)
-        checkpoints.save(2, run.state, RECORD, [])
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoints, "wait", lambda: clock.append(clock.pop() + 7))
+            checkpoints.save(2, run.state, RECORD, [])
+        assert checkpoints.blocked_seconds == 7
         assert not checkpoints.due(3)
         clock[0] += 120
         assert checkpoints.due(4)
@@ -178,17 +181,16 @@ def test_damaged_steps_are_put_aside_and_the_one_before_is_taken(run, layout, st
     whole, gone, flipped = verify(run.folder)
     assert (whole.step, whole.problem, gone.step, flipped.step) == (2, None, 3, 4)
     assert gone.problem and "1 of 51 arrays are not what was saved, such as params/" in flipped.problem
-    assert_equal(run.restore(), layout, state, layout)
-    assert [text.partition(":")[0] for text in run.said] == ["warning"] * 3
-    assert all(f"{step} is damaged: " in text for step, text in zip((4, 3), run.said, strict=False))
-    assert run.steps() == [2]
-    assert sorted(path.name.partition(".")[0] for path in (run.folder / DAMAGED_FOLDER).iterdir()) == [
-        "3",
-        "4",
-    ]
-    run.save(3)  # the run comes there again
-    assert run.steps() == [2, 3]
-    assert run.restore() is not None
+    with run.open() as checkpoints:
+        assert_equal(checkpoints.restore(), layout, state, layout)
+        assert [text.partition(":")[0] for text in run.said] == ["warning"] * 3
+        assert all(f"{step} is damaged: " in text for step, text in zip((4, 3), run.said, strict=False))
+        assert run.steps() == [2]
+        aside = sorted(path.name.partition(".")[0] for path in (run.folder / DAMAGED_FOLDER).iterdir())
+        assert aside == ["3", "4"]
+        checkpoints.save(3, state, RECORD, [])  # the run comes there again
+        checkpoints.finish(3)
+    assert [(step, problem) for step, problem, _ in verify(run.folder)] == [(2, None), (3, None)]
 
 
 @pytest.mark.parametrize("times", [2, 9])
@@ -309,6 +311,11 @@ def test_another_runs_checkpoint_is_refused(run):
         with pytest.raises(CheckpointError, match=f"is of another run: {message}.*; .*|{message}"):
             run.restore(**options)
     assert run.steps() == [3]
+    ours = describe(configure(), NUMBERS, "c", run.layout.canonical)
+    for fact in ("format", "model", "arrays", "corpus", "tokenizer", "seed"):
+        with pytest.raises(CheckpointError, match=r"here is of another run: .* differs: [^;]*\. Resume"):
+            refuse_foreign(ours | {fact: "another"}, ours, "here")
+    refuse_foreign(ours | {"layout": {}, "options": {}, "published": {}, "versions": {}}, ours, "here")
 
 
 def test_changed_options_are_said(run):
@@ -332,9 +339,8 @@ def test_options_that_there_were_not_yet_are_no_change():
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(run, layout, state, monkeypatch, caplog):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    run.save(1)
     with run.open() as checkpoints:
-        checkpoints.save(1, state, RECORD, [])
-        checkpoints.finish(1)
         assert checkpoints.restore() is not None, "which silences Orbax itself, and not only until its end"
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))  # no file may grow beyond
         try:
@@ -355,6 +361,36 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(run, layout, state, monk
         checkpoints.finish(3)
     assert_equal(run.restore(), layout, state, layout)
     assert run.steps() == [1, 3]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("late", [False, True])
+def test_what_cannot_be_saved_is_told_at_the_end_too(late, count, run, state, monkeypatch):
+    """One of several processes ends, as the others do not know of it and wait; where it ends it waits for none."""
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def save(*_, **__):
+        return SimpleNamespace(result=full) if late else full()
+
+    told = "step 2 could not be saved: OSError: .*No space left on device"
+    checkpoints = run.open(count=count)
+    monkeypatch.setattr(checkpoints._store, "save_async", save)
+    if count == 1:
+        with checkpoints:
+            checkpoints.save(2, state, RECORD, [])
+        assert len(run.said) == 1 and re.match(f"warning: {told}; training goes on", run.said[0])
+        return
+    with pytest.raises(CheckpointError, match=told), checkpoints:
+        checkpoints.save(2, state, RECORD, [])
+        assert late
+        checkpoints.wait()
+    if late:
+        with pytest.raises(KeyError), checkpoints:
+            checkpoints.save(2, state, RECORD, [])
+            raise KeyError
+    assert run.said == []
 
 
 def test_a_folder_that_cannot_be_written_is_named(run):
@@ -383,7 +419,10 @@ def test_check_says_which_are_whole(run, capsys):
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("step 2: damaged: ") and said[1].startswith("step 3: whole, ")
     shutil.rmtree(run.folder / FOLDER / "2")
+    writing = run.folder / FOLDER / "4.orbax-checkpoint-tmp"
+    writing.mkdir()
     assert main(["--check", str(run.folder)]) == 0
+    assert writing.exists(), "a run that is at work writes it just now"
 
 
 def test_a_step_that_a_run_takes_away_while_it_is_checked_is_not_damaged(run):

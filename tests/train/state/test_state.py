@@ -74,12 +74,16 @@ def check_lies(real, described):
     "name", [*list(LAYOUTS)[:-1], pytest.param("interleaved 2x1", marks=pytest.mark.slow)]
 )
 def test_there_and_back_is_the_same_state(name):
-    """A canonical state whose every value is another, and whose counters are of a later step."""
-    layout = make(name)
-    flat = {
-        key: np.arange(math.prod(leaf.shape), dtype=leaf.dtype).reshape(leaf.shape) + 7 * (not leaf.shape)
-        for key, leaf in layout.canonical.items()
-    }
+    """A canonical state whose every value is another, in all its arrays, and whose counters are of a later step."""
+    layout, flat, number = make(name), {}, 0
+    for key, leaf in layout.canonical.items():
+        begun, number = number, number + math.prod(leaf.shape)
+        values = np.arange(begun, number, dtype=leaf.dtype).reshape(leaf.shape)
+        flat[key] = values if leaf.shape else np.full_like(values, 7)
+    assert number < 2**24, "beyond, float32 has not all of them"
+    norms = layout.canonical["mu/stages/layers/input_layernorm/weight"]
+    rows = norms.sharding.shard_shape(norms.shape)[0]
+    assert rows == (4 if "3x2" in name else 2), "four layers, over two ranks or whole on each of three"
     placed = layout.from_canonical(flat)
     check_lies(placed, layout.abstract)
     again = layout.to_canonical(placed)
