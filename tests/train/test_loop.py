@@ -81,7 +81,7 @@ class FakeCheckpoints:
 Found = collections.namedtuple("Found", "lines said learnt read")
 
 
-def run(losses, path, saved=None, *, config=CONFIG, start=0, carried=None, name="loss"):
+def run(losses, path, saved=None, *, config=CONFIG, start=0, carried=None, name="loss", heartbeat=None):
     """Train where batch ``n`` gives ``losses[n]``, 3 if there is none, raises it, or is interrupted by that signal.
 
     A batch of two sequences is numbered by its first; ``read`` is what each step read.
@@ -117,7 +117,9 @@ def run(losses, path, saved=None, *, config=CONFIG, start=0, carried=None, name=
     console, saved = Console(file=out, width=300), saved or FakeCheckpoints()
     with closing(MetricsFile(path)) as file:
         carried = carried or {"skipped": 0}
-        state = loop.train(this, State(start), file, console, saved, watch, Processes(), carried)
+        state = loop.train(
+            this, State(start), file, console, saved, watch, Processes(heartbeat=heartbeat), carried
+        )
     assert state.step == config.optimizer.steps
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return Found(lines, out.getvalue(), learnt, read)
@@ -307,6 +309,23 @@ def test_growing_batches_are_of_their_step_though_batches_were_skipped(tmp_path)
     assert [line["tokens"] for line in steps] == [4, 8, 16, 4, 8, 16, 24]
     for line, sequences in zip(steps, read, strict=True):
         assert line["tokens_per_s"] * line["step_s"] == pytest.approx(4 * len(sequences))
+
+
+def test_the_watcher_is_told_what_may_take_longer_than_a_step(tmp_path):
+    """Or the timer of a step would end the process: of one that compiles, an evaluation or a checkpoint."""
+    told = []
+
+    class Spy:
+        def step(self, number, *, compiles):
+            told.append(f"{'compiling ' if compiles else ''}step {number}")
+
+        phase = staticmethod(told.append)
+
+    growing = configure(SKIP, steps=4, first_microbatches=1, ramp_tokens=8, eval_every=3)
+    run({1: NAN}, tmp_path / "metrics.jsonl", FakeCheckpoints(every=3), config=growing, heartbeat=Spy())
+    first = ["compiling step 1", "step 2", "compiling step 3"]
+    last = ["evaluating", "saving step 3", "step 4", "saving step 4"]
+    assert told == [*first, "going back", *first, *last]
 
 
 def spikes(losses, spike):
