@@ -56,21 +56,24 @@ class FakeCheckpoints:
 
     def __init__(self, every=100):
         self.every, self.saved, self.finished, self.states, self.carried = every, [], [], [], {}
+        self.restored, self.written = {}, True
 
     def due(self, step):
         return step % self.every == 0
 
     def save(self, step, state, record, load, balance, carried):
-        assert balance is None and carried["skipped"] == record.get("skipped", 0)
+        assert carried["skipped"] == record.get("skipped", 0)
         assert state.step == record["step"] == step and load == [[2, 0], [1, 1]]
         self.saved.append(step)
         self.states.append(state)
         self.carried = json.loads(json.dumps(carried))
+        self.restored, self.written = {"balance": balance}, False
 
     def wait(self):
-        pass
+        self.written = True
 
     def restore(self):
+        assert self.written, "it may be half there"
         return self.states[-1] if self.states else None
 
     def finish(self, step):
@@ -258,7 +261,8 @@ def test_without_a_checkpoint_it_begins_anew_and_gives_up_where_that_does_not_he
     _, said, learnt, _ = run({1: NAN}, path, config=SKIP)
     assert learnt == [0, 1, 2, 3, 4, 5, 6, 7]
     assert "loss is nan at step 2; back to step 0, skipping the 2 batches since" in said
-    _, said, _, _ = run({2: NAN}, path, FakeCheckpoints(every=2), config=SKIP)
+    lines, said, _, _ = run({2: NAN}, path, FakeCheckpoints(every=2), config=SKIP)
+    assert [line["checkpoint_s"] for line in lines if "loss" in line] == [0, 0, 0.5, 0, 0, 0.5, 0]
     assert "loss is nan at step 3; back to step 2, skipping the 1 batch since" in said
     with pytest.raises(DivergedError, match="going back to step 0 did not help; lower --learning-rate"):
         run([NAN] * 40, path, config=SKIP)
@@ -326,6 +330,42 @@ def test_the_watcher_is_told_what_may_take_longer_than_a_step(tmp_path):
     first = ["compiling step 1", "step 2", "compiling step 3"]
     last = ["evaluating", "saving step 3", "step 4", "saving step 4"]
     assert told == [*first, "going back", *first, *last]
+
+
+def test_experts_move_as_they_did_wherever_a_run_goes_on(tmp_path, monkeypatch):
+    """Back to the beginning, where there was no checkpoint, and then to step 3; at the end nothing moves."""
+
+    class FakeBalancer:
+        added, told = 0, []
+
+        def add(self, counts):
+            self.added += 1
+
+        def due(self, step):
+            return step % 2 == 0
+
+        def rebalance(self, state, step):
+            self.told.append(f"moved at {step}")
+            return state, {"step": step, "event": "experts rebalanced"}
+
+        def to_json(self):
+            return self.added
+
+        def resume(self, state, saved):
+            self.added = saved or 0
+            self.told.append(f"resumed at {state.step} with {saved}")
+            return state
+
+    monkeypatch.setattr(loop, "make_balancer", lambda this: FakeBalancer())
+    saved, path = FakeCheckpoints(every=3), tmp_path / "metrics.jsonl"
+    lines, *_ = run({1: NAN, 6: NAN}, path, saved, config=SKIP)
+    first = ["resumed at 0 with None", "moved at 2", "moved at 4"]
+    assert FakeBalancer.told == [*first, "resumed at 3 with 3", "moved at 4"]
+    assert saved.saved == [3, 6] and saved.restored == {"balance": 6}
+    assert [line["step"] for line in lines if line.get("event") == "experts rebalanced"] == [2, 4, 4]
+    FakeBalancer.told.clear()
+    run([], path, saved, config=configure(SKIP, steps=8), start=6, carried=saved.carried)
+    assert FakeBalancer.told == ["resumed at 6 with 6"]
 
 
 def spikes(losses, spike):

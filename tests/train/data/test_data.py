@@ -10,7 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from train.data import Corpus, DataError, batches, open_corpus
 from train.data.corpus import text_source
-from train.data.streams import ArrayStream
+from train.data.streams import ArrayStream, DocumentStream
 from train.data.text import hold_out_tenth, standard_library
 from train.data.vocabulary import BYTES, SEPARATOR
 
@@ -136,6 +136,20 @@ def test_a_part_reads_no_more_than_itself():
     assert asked == [8]
 
 
+def test_documents_that_are_read_when_needed_give_the_windows_of_all_in_a_row():
+    documents = [np.arange(10 * n, 10 * n + length) for n, length in enumerate((3, 1, 7, 2))]
+    order = np.array([2, 0, 3, 1])
+    lengths = np.array([len(documents[number]) for number in order])
+    stream = DocumentStream(documents.__getitem__, order, lengths)
+    whole = np.concatenate([documents[number] for number in order])
+    starts = np.arange(len(whole) - 5 + 1)
+    assert len(stream) == len(whole) == 13
+    np.testing.assert_array_equal(stream.windows(starts, 5), whole[starts[:, None] + np.arange(5)])
+    documents[3] = documents[3][:1]
+    with pytest.raises(DataError, match="document 3 changed while it was in use"):
+        stream.windows(np.array([8]), 5)
+
+
 def test_held_out_sequences_are_the_same_for_every_shape(library):
     def rows(shape):
         found = library.heldout_batches(10, shape)
@@ -191,8 +205,10 @@ def test_a_fingerprint_tells_corpora_apart(tmp_path):
         corpus_of(texts[::-1]).fingerprint,
         corpus_of(texts, texts[:1]).fingerprint,
         corpus_of([b"one text\0another text"], [b""]).fingerprint,
+        corpus_of(texts, [b"a third"]).fingerprint,
+        corpus_of(texts[:1], [texts[1], b"a third"]).fingerprint,
     }
-    assert len(prints) == 4
+    assert len(prints) == 6
     assert corpus_of(texts).fingerprint == corpus_of(list(texts)).fingerprint
 
 

@@ -223,7 +223,10 @@ def test_records_train_like_files_of_text(kind, tmp_path):
     for step in range(5):
         for name, values in files.train_batch(2, step, SHAPE).items():
             np.testing.assert_array_equal(records.train_batch(2, step, SHAPE)[name], values)
-    assert len(records.fingerprint) == 64
+    (tmp_path / "other").mkdir()
+    other = open_corpus([MAKERS[kind](tmp_path / "other", [*rows[:49], "another"])])
+    prints = [one.sources[0].fingerprint for one in (records, open_corpus([path]), other)]
+    assert prints[0] == prints[1] != prints[2]
     made = prepare(tmp_path / "out", [path], held_out=0.1)
     assert made.origin["documents"] == 50
     again, first = open_corpus([tmp_path / "out"]), files.train_batch(2, 0, SHAPE)["inputs"]
@@ -467,9 +470,13 @@ def test_data_elsewhere(tmp_path, monkeypatch):
     np.testing.assert_array_equal(found, wanted)
     (copy,) = [path.parent for path in (tmp_path / "cache").rglob("manifest.json")]
     assert find_damage(copy) == []
-    (tmp_path / "as it was").hardlink_to(copy / "manifest.json")
+    for name in ("manifest.json", "train-000000.bin"):
+        (tmp_path / f"old {name}").hardlink_to(copy / name)
     open_corpus([f"{place}/out"])
-    assert not (copy / "manifest.json").samefile(tmp_path / "as it was"), "another process read a half of it"
+    assert not (copy / "manifest.json").samefile(tmp_path / "old manifest.json"), (
+        "another process read a half of it"
+    )
+    assert (copy / "train-000000.bin").samefile(tmp_path / "old train-000000.bin"), "it is not fetched again"
     with pytest.raises(DataError, match=r"memory://.*/nowhere: cannot read manifest.json"):
         open_corpus([f"{place}/nowhere"])
 

@@ -62,6 +62,21 @@ def test_tokens_count_the_bytes_of_their_text(tmp_path, make):
         )
 
 
+def test_nothing_is_cut_off_or_filled_up_and_separators_are_a_vocabularys_own(tmp_path):
+    """Published tokenizers may be set to do so for the model that they were made for."""
+    made = of_bytes()
+    made.save(str(tmp_path / "plain.json"))
+    made.enable_truncation(3)
+    made.enable_padding(length=40)
+    made.save(str(tmp_path / "set.json"))
+    plain, other = (open_vocabulary(str(tmp_path / name)) for name in ("plain.json", "set.json"))
+    given = [text.encode() for text in TEXTS]
+    for ours, theirs in zip(plain.encode(given), other.encode(given), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    assert open_vocabulary(str(tmp_path / "plain.json"), "t").fingerprint != plain.fingerprint
+    assert plain.fingerprint == open_vocabulary(str(tmp_path / "plain.json")).fingerprint
+
+
 def test_bytes_count_themselves():
     (tokens,) = BYTES.encode(["漢字".encode()])
     assert BYTES.count_bytes(tokens, tokens) == 7
