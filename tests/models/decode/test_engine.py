@@ -11,6 +11,7 @@ import pytest
 from models.decode import Engine, Limits, RequestError, SamplingParams, decoder
 from tests.models import plain
 from tests.models.decode.small_models import COMPILED, QUICK, continued, drawn, loud_params, small, whole
+from tests.models.decode.test_sampling import drawn_by_numpy
 
 CONFIG = small(num_groups=1, num_mtp_layers=1)
 LIMITS = Limits(max_requests=3, max_positions=24, block_size=4, num_blocks=14, chunk_size=4, max_prefill=8)
@@ -179,20 +180,34 @@ def test_sizes_of_tables_double_up_to_the_whole():
     )
 
 
-def test_a_text_does_not_depend_on_what_is_served_beside_it():
-    serving = engine()
-    asked = [SamplingParams(max_tokens=10, temperature=1.2, top_p=0.9, seed=seed) for seed in range(5)]
-    alone = []
-    for prompt, params in zip(prompts(5, 9, 2, 7, 3), asked, strict=True):
-        serving.add(prompt, params)
-        alone.append(serving.run()[0].tokens)
-    for prompt, params in zip(prompts(5, 9, 2, 7, 3), asked, strict=True):
-        serving.add(prompt, params)
+def drawn_by_hand(prompt, how):
+    """A token at a time: by the plain forward over the whole text and the number of the seed and the token's place."""
+    text, key = list(prompt), jax.random.key(how.seed, impl="threefry2x32")
+    for place in range(len(prompt), len(prompt) + how.max_tokens):
+        padded = np.zeros((1, LIMITS.max_positions), np.int32)
+        padded[0, :place] = text
+        logits = np.asarray(whole(CONFIG, a_params(), padded))[0, place - 1]
+        uniform = float(jax.random.uniform(jax.random.fold_in(key, place)))
+        token, margin = drawn_by_numpy(logits, how.temperature, how.top_p, uniform)
+        assert margin > 1e-4, "float32's own noise may not decide"
+        text.append(token)
+    return tuple(text[len(prompt) :])
+
+
+def test_texts_are_drawn_of_the_plain_forward_whatever_is_served_beside_them():
+    serving, numbers = engine(), []
+    ways = ((1.2, 0.9), (0.6, 1.0), (2.5, 0.5), (1.2, 1.0), (1.2, 0.9))
+    asked = [
+        SamplingParams(max_tokens=10, temperature=temperature, top_p=top_p, seed=seed)
+        for seed, (temperature, top_p) in enumerate(ways, start=2**32 - 5)
+    ]
+    lengths = prompts(5, 9, 2, 7, 3)
+    for prompt, params in zip(lengths, asked, strict=True):
+        numbers.append(serving.add(prompt, params))
         serving.add(prompt[:1], SamplingParams(max_tokens=3))
-    together = [one.tokens for one in serving.run()][::2]
-    assert together == alone
-    serving.add(prompts(5)[0], SamplingParams(max_tokens=10, temperature=1.2, top_p=0.9, seed=9))
-    assert serving.run()[0].tokens != alone[0]
+    found = texts(serving.run())
+    wanted = [drawn_by_hand(*one) for one in zip(lengths, asked, strict=True)]
+    assert [found[number] for number in numbers] == wanted
 
 
 def test_stop_tokens_and_streaming():
