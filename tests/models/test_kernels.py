@@ -102,6 +102,45 @@ def test_cudnn_attention_is_the_plain_one(width, documents):
     chex.assert_trees_all_close(twice(cudnn_attention), twice(causal_attention), atol=0.1, rtol=0.05)
 
 
+def as_cudnn_defines_it(scale, operands, mask, results, extra_operands=(), *, backward):
+    """What the custom calls compute, in plain JAX: operands are B S H X, results and the mask have heads first."""
+    q, k, v, *of_backward = (a.astype(jnp.float32) for a in operands)
+    seen = jnp.tril(jnp.ones((q.shape[1],) * 2, bool))
+    scores = scale * jnp.einsum("bqhx,bkhx->bhqk", q, k) + (0 if mask is None else mask.astype(jnp.float32))
+    scores = jnp.where(seen, scores, -jnp.inf)
+    if backward:
+        (sums, d), (out,) = of_backward, (a.astype(jnp.float32) for a in extra_operands)
+        probs = jnp.exp(scores - sums[..., None])
+        d_probs = jnp.einsum("bqhv,bkhv->bhqk", d, v)
+        d_scores = scale * probs * (d_probs - jnp.einsum("bqhv,bqhv->bhq", d, out)[..., None])
+        made = (
+            jnp.einsum("bhqk,bkhx->bhqx", d_scores, k),
+            jnp.einsum("bhqk,bqhx->bhkx", d_scores, q),
+            jnp.einsum("bhqk,bqhv->bhkv", probs, d),
+        )
+    else:
+        sums = jax.nn.logsumexp(scores, axis=-1)
+        made = jnp.einsum("bhqk,bkhv->bhqv", jnp.exp(scores - sums[..., None]), v), sums
+    return [a.astype(result.dtype) for a, result in zip(made, results, strict=backward)]
+
+
+@pytest.mark.parametrize("capability, documents", [((9, 0), 3), ((8, 0), 1)], ids=["H100", "A100"])
+def test_what_cudnn_is_given_and_gives_back_is_the_plain_attention(capability, documents, monkeypatch):
+    """Without a GPU: which operand is where, the mask of documents, values filled up before Hopper."""
+    monkeypatch.setattr("models.cudnn._call", as_cudnn_defines_it)
+    monkeypatch.setattr("models.cudnn.compute_capability", lambda: capability)
+    given = heads(jnp.bfloat16)
+    segments = None if documents == 1 else jnp.arange(SHAPE[-1])[None] // 50
+    found, wanted = (
+        jax.tree.map(
+            lambda a: a.astype(jnp.float32),
+            out_and_gradients(functools.partial(attend, segment_ids=segments), *given),
+        )
+        for attend in (cudnn_attention, causal_attention)
+    )
+    chex.assert_trees_all_close(found, wanted, atol=0.03, rtol=0.03)
+
+
 def calls(function, *args):
     """Of each of cuDNN's calls the name, the operands' shapes, the results' shapes and layouts, and the config.
 
@@ -391,10 +430,11 @@ def test_auto_is_plain_on_cpu_and_where_the_kernel_does_not_fit():
     assert Kernels().multiply("cpu").keywords["kernel"] == "plain"
     tpu = Kernels().multiply("tpu").keywords
     assert (tpu["kernel"], tpu["gradient"]) == ("ragged", "megablox")
-    q = jnp.ones((1, 1, 6, 8))
+    q, k, v, _ = heads(length=6)
     for platform in ("tpu", "gpu"):  # a length that splash does not take; no GPU here
-        found = Kernels().attend(platform)(q, q, q, 1.0)
-        np.testing.assert_array_equal(found, causal_attention(q, q, q, 1.0))
+        for segments in (None, jnp.asarray([[1, 1, 2, 2, 2, 0]])):
+            found = Kernels().attend(platform)(q, k, v, 0.3, segment_ids=segments)
+            np.testing.assert_array_equal(found, causal_attention(q, k, v, 0.3, segment_ids=segments))
     long = jnp.ones((1, 1, 128, 8))
     jaxpr = jax.make_jaxpr(lambda q: Kernels().attend("tpu")(q, q, q, 1.0))(long)
     assert len(named(jaxpr.jaxpr, "pallas_call")) == 1
