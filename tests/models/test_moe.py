@@ -179,13 +179,36 @@ def test_the_router_multiplies_at_the_highest_precision():
     assert len(found) == 3 and set(found.values()) == {highest}  # logits, gradients of x and of the gate
 
 
-@pytest.mark.parametrize("method", ["capacity", "dropless"])
-def test_drops_are_reported_and_counts_are_not_reduced_by_them(method):
+@pytest.mark.parametrize("method, most", [("capacity", 6), ("dropless", 48)])
+def test_drops_are_reported_and_counts_are_not_reduced_by_them(method, most):
+    """Half of an even load: of 96 choices over 8 experts, 6 for each of them, or 48 for the one device."""
     pure = pure_nnx(lambda rngs: MoE(SMALL, Dispatch(method, 0.5), rngs))
     x = jax.random.normal(jax.random.key(1), (2, 16, SMALL.dim))
-    _, (counts, dropped, *_) = jax.jit(pure.apply)(pure.init(jax.random.key(0)), x, jnp.zeros(8))
-    assert int(counts.sum()) == 32 * SMALL.top_k
-    assert int(dropped) >= 32 * SMALL.top_k // 2
+    _, (counts, dropped, *_) = jax.jit(pure.apply)(
+        pure.init(jax.random.key(0)), x, jnp.linspace(-0.3, 0.3, 8)
+    )
+    assert int(counts.sum()) == 32 * SMALL.top_k == 96 and counts.min() < 6
+    found = np.maximum(counts - most, 0).sum() if method == "capacity" else counts.sum() - most
+    assert int(dropped) == found
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+def test_balance_is_the_papers_of_a_sequences_live_tokens(score):
+    """Equations 17 to 20; the bias has no part in it, and a sequence without tokens none."""
+    config = dataclasses.replace(SMALL, score=score, normalize_top_k=score == "sigmoid")
+    pure = pure_nnx(lambda rngs: MoE(config, Dispatch(), rngs))
+    params, rng = pure.init(jax.random.key(0)), np.random.default_rng(6)
+    x = rng.normal(size=(3, 9, SMALL.dim)).astype(np.float32)
+    live = np.arange(9) < np.asarray([[9], [4], [0]])
+    _, load = jax.jit(pure.apply)(params, x, rng.normal(size=8).astype(np.float32), live)
+    logits = x.astype(np.float64) @ np.asarray(params["gate"], np.float64)
+    scores = 1 / (1 + np.exp(-logits)) if score == "sigmoid" else np.exp(logits)
+    shares = scores / scores.sum(-1, keepdims=True)
+    for b, number in enumerate(live.sum(1)):
+        best = np.argsort(-scores[b, :number], axis=-1)[:, : config.top_k]
+        often = np.bincount(best.ravel(), minlength=8) * 8 / config.top_k / max(number, 1)
+        wanted = np.sum(often * shares[b, :number].sum(0) / max(number, 1))
+        np.testing.assert_allclose(load.balance[b], wanted, rtol=1e-5, err_msg=b)
 
 
 @pytest.mark.parametrize("center", [False, True])

@@ -134,12 +134,12 @@ def test_room_for_nodes_is_what_groups_leave_open():
     """Groups on whole nodes: a token's experts of one group of four are on one of two nodes."""
     topk = jnp.zeros((16, 3), jnp.int32)
 
-    def room(factor, groups):
+    def room(factor, groups, method="capacity"):
         found = []
 
         def run(topk):
-            handle = Dispatch("capacity", factor, AXES).plan(topk, E, groups)
-            found.append([handle.outer.capacity, handle.capacity])
+            handle = Dispatch(method, factor, AXES).plan(topk, E, groups)
+            found.append([handle.outer.capacity, handle.capacity or handle.assignment_S.size])
             return topk
 
         spec = PartitionSpec(AXES)
@@ -152,3 +152,5 @@ def test_room_for_nodes_is_what_groups_leave_open():
     assert room(1.0, (4, 2)) == [tokens, 3]
     assert room(1.0, (3, 1)) == [tokens, 3]  # a group that lies on two nodes bounds nothing
     assert room(1.5, (4, 1)) == [3, 5]
+    # Rows of a device, in place of an expert's: from each of two, as many as a device's tokens need by an even load.
+    assert room(1.0, (4, 1), "dropless") == [2, 2 * 6] and room(1.5, (4, 1), "dropless") == [3, 2 * 9]
