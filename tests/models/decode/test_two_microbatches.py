@@ -143,6 +143,20 @@ def test_halves_lose_no_token_and_cost_the_same():
                 assert rows[0] == rows[1], "the later tokens find the earlier ones in their row"
         used = sum(map(len, taken.values()))
         assert used == 2 * num_rows or all(len(p) == 2 or prompts[n][1] == 1 for n, p in taken.items())
+        pairs = {number: pieces for number, pieces in taken.items() if len(pieces) == 2}
+        assert all(prompts[n][1] >= prompts[other][1] for n in pairs for other in taken.keys() - pairs.keys())
+        for number, (first, second) in sorted(pairs.items())[-1:]:  # the last cut, after which none can level
+            total = first.length + second.length
+            apart = [
+                cost([Piece(number, first.start, n)], fixed)
+                - cost([Piece(number, first.start + n, total - n)], fixed)
+                for n in range(max(1, total - size), min(size, total - 1) + 1)
+            ]
+            rest = (
+                cost(halves[0], fixed) - cost(halves[1], fixed) - cost([first], fixed) + cost([second], fixed)
+            )
+            found = cost(halves[0], fixed) - cost(halves[1], fixed)
+            assert abs(found) == min(abs(rest + one) for one in apart)
 
 
 def test_a_prompt_alone_is_cut_where_its_halves_cost_the_same():
