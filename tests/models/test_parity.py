@@ -142,7 +142,7 @@ def test_equals_transformers(case, tmp_path, monkeypatch):
 
 def test_logits_of_packed_documents_are_those_of_each_alone(tmp_path):
     """Documents start anywhere in a row, next to others and to padding; transformers sees each by itself."""
-    model = make(num_hidden_layers=2)
+    model = make(num_hidden_layers=2, rms_norm_eps=0.03)
     config, params = weights.load(saved(model, tmp_path))
     rows = (  # two documents and padding in a row, and a row of one: tokens, positions, segments
         (np.concatenate([TOKENS[0, :7], TOKENS[1, :9], np.zeros(4, int)]), TOKENS[0]),
@@ -183,7 +183,7 @@ def test_a_folder_that_we_wrote_loads_in_transformers(tmp_path):
 
 def test_predictions_further_ahead_are_those_of_transformers(tmp_path, monkeypatch):
     """Its MTP model reads the folder that we write, and computes what our module does."""
-    model, (torch, transformers) = make(num_hidden_layers=2), libraries()
+    model, (torch, transformers) = make(num_hidden_layers=2, rms_norm_eps=0.03), libraries()
     config, params = weights.load(saved(model, tmp_path / "in"))
     assert config.num_mtp_layers == 0
     config = dataclasses.replace(config, num_mtp_layers=1)

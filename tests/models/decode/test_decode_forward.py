@@ -56,7 +56,7 @@ def served(config, params, tokens, absorbed):
 
 
 CONFIGS = {
-    "v3": small(),
+    "v3": small(norm_eps=0.03),
     "no q_lora, yarn": small(q_lora_rank=0, yarn_factor=4.0, yarn_original_seq=4, yarn_mscale_all_dim=0.707),
     "v2, biases, tied": small(
         score="softmax", normalize_top_k=False, attention_bias=True, tie_embeddings=True
