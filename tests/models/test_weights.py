@@ -214,28 +214,39 @@ def all_tensors(tmp_path):
     return load_file(file)
 
 
-def test_fp8_is_multiplied_by_the_scale_of_its_block(tmp_path):
-    """As the paper has it: element [i, j] by scale [i // 128, j // 128]; here blocks of 7 x 5, the last partial."""
-    tensors = all_tensors(tmp_path)
-    rng = np.random.default_rng(1)
-    wanted = {}
+def quantised(tensors):
+    """Their matrices in FP8 with scales, in blocks of 5 x 7, the last partial; and what they stand for, in float32.
+
+    As the paper has it: element [i, j] by scale [i // 5, j // 7]. Rows 9 and 10, of two blocks, change places where
+    halves are rotated.
+    """
+    rng, small, wide = np.random.default_rng(1), dict(tensors), dict(tensors)
     for name in [n for n in tensors if n.endswith("proj.weight") or n.endswith("with_mqa.weight")]:
         rows, columns = tensors[name].shape
-        small = tensors[name].astype(ml_dtypes.float8_e4m3fn)
-        scales = rng.uniform(0.5, 2, (-(-rows // 7), -(-columns // 5))).astype(np.float32)
-        tensors |= {name: small, f"{name}_scale_inv": scales}
-        at = np.arange(rows)[:, None] // 7, np.arange(columns) // 5
-        wanted[name] = small.astype(np.float32) * scales[at]
-    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [7, 5], "activation_scheme": "dynamic"}
-    write(tmp_path / "fp8", {"unused": np.zeros(1)}, quantization_config=fp8)
-    write_raw(tmp_path / "fp8" / "model.safetensors", tensors)
+        eight = tensors[name].astype(ml_dtypes.float8_e4m3fn)
+        scales = rng.uniform(0.5, 2, (-(-rows // 5), -(-columns // 7))).astype(np.float32)
+        small |= {name: eight, f"{name}_scale_inv": scales}
+        at = np.arange(rows)[:, None] // 5, np.arange(columns) // 7
+        wide[name] = eight.astype(np.float32) * scales[at]
+    return small, wide
+
+
+@pytest.mark.parametrize("interleave", [True, False], ids=["neighbours rotated", "halves rotated"])
+def test_fp8_is_multiplied_by_the_scale_of_its_block(tmp_path, interleave):
+    """Before rows are put in our order; what is saved again has that order, and no settings of FP8."""
+    small, wide = quantised(all_tensors(tmp_path))
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [5, 7], "activation_scheme": "dynamic"}
+    settings = {"quantization_config": fp8, "rope_interleave": interleave}
+    write(tmp_path / "fp8", {"unused": np.zeros(1)}, **settings)
+    write_raw(tmp_path / "fp8" / "model.safetensors", small)
+    write(tmp_path / "wide", wide, rope_interleave=interleave)
     config, params = weights.load(tmp_path / "fp8")
-    weights.save(tmp_path / "wide", config, params)
-    (file,) = (tmp_path / "wide").glob("*.safetensors")
-    got = load_file(file)
-    for name, value in wanted.items():
-        np.testing.assert_array_equal(got[name], value)
-    assert "quantization_config" not in json.loads((tmp_path / "wide" / "config.json").read_text())
+    chex.assert_trees_all_equal(params, weights.load(tmp_path / "wide")[1])
+    weights.save(tmp_path / "again", config, params)
+    got = load_file(tmp_path / "again" / "model-00001-of-00001.safetensors")
+    if interleave:
+        chex.assert_trees_all_equal(got, wide)
+    assert "quantization_config" not in json.loads((tmp_path / "again" / "config.json").read_text())
 
 
 # ------------------------------------------------------------------------------------ what can be wrong
