@@ -67,6 +67,11 @@ class Programme:
 
     def _add(self, rank: int, actions: tuple[tuple[Op, int], ...]) -> None:
         duration = round(self.costs.of(tuple(Action(s, op, 0) for op, s in actions), self.placement))
+        if duration < 1:  # starts alone then do not tell what runs first
+            slot = " and ".join(f"the {op} of stage {stage}" for op, stage in actions)
+            raise ValueError(
+                f"optimum: {slot} takes no time; it needs costs above 0 at all stages: take less away by extra"
+            )
         first, after = 0.0, 0.0
         for op, stage in actions:
             reach = self.around[stage]

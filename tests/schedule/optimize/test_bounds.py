@@ -1,5 +1,6 @@
 """The lower bound and the optimum against each other, against every recipe and against brute force."""
 
+import dataclasses
 import itertools
 import math
 import random
@@ -187,8 +188,8 @@ def every_schedule(placement, num_microbatches):
 def test_optimum_is_that_of_all_schedules(placement, num_microbatches):
     schedules = list(every_schedule(placement, num_microbatches))
     chance = random.Random(1)
-    for memory in (MemoryModel(), MemoryModel(1, 1, 2, 0.5, 1)):
-        costs = seeded_costs(chance), seeded_costs(chance, wild=True)
+    for memory, send in ((MemoryModel(), 1), (MemoryModel(1, 1, 2, 0.5, 1), 0)):
+        costs = [dataclasses.replace(seeded_costs(chance, wild), send=send) for wild in (False, True)]
         for cost in costs[: 1 if len(schedules) > 5000 else 2]:
             outcomes = [whole_rank(schedule, cost, memory) for schedule in schedules]
             for limit in {min(kept for _, kept in outcomes), min(outcomes)[1], math.inf}:
@@ -206,8 +207,8 @@ def test_bound_optimum_and_recipes_stand_in_that_order(chance):
     named = next(taken(recipe, ((n, m) for m in range(2, 9) for n in (num_ranks, 5 - num_ranks))))
     if named.placement.num_stages > 2 * named.num_ranks:
         return  # more stages a rank: more seconds than a test should take
-    costs = CostModel(*(chance.randint(1, 2) for _ in "FIW"), send=chance.choice((0, 1)))
-    costs = CostModel(costs.F, costs.I, costs.W, chance.choice((costs.F + costs.B, max(costs.F, costs.B))))
+    f, i, w = (chance.randint(1, 2) for _ in "FIW")
+    costs = CostModel(f, i, w, chance.choice((f + i + w, max(f, i + w))), send=chance.choice((0, 1)))
     makespan, kept = whole_rank(named, costs)
     for limit in (math.inf, kept):
         found = optimum(
@@ -283,6 +284,10 @@ def test_time_that_runs_out_is_said():
             "optimum: got 3 .*, but not even one microbatch fits memory_limit=0.5; give at least 1$",
         ),
         (lambda: optimum(Placement.linear(2), 2, CostModel(W=0)), "F=1, I=1, W=0, .*it needs costs above 0"),
+        (
+            lambda: optimum(Placement.v(2), 2, CostModel(2, 2, 2, extra={2: (-1, -1, -1)})),
+            "optimum: the F of stage 2 takes no time; it needs costs above 0 at all stages",
+        ),
         (lambda: optimum(Placement.linear(2), 2, CostModel(blocking=True)), "sends that do not block"),
         (  # it found 13, and 12 is possible
             lambda: optimum(Placement.linear(2), 4, CostModel(extra={-1: (0, -1, 0)})),
