@@ -142,17 +142,21 @@ class Plan:
         Raises:
           ValueError: a number is too small, or an option cannot be read.
         """
+        for name in ("dp", "per_device", "schedule", "remat", "dispatch", "shard"):
+            if not getattr(self, name):
+                raise CommandError(f"--{name.replace('_', '-')}: give at least one to choose from")
         numbers = {"--pp": self.pp, "--dp": self.dp, "--per-device": self.per_device, "--best": (self.best,)}
         numbers["--stages-per-rank"] = self.stages_per_rank
         numbers["--tokens-per-step"] = () if self.tokens_per_step is None else (self.tokens_per_step,)
         for flag, values in numbers.items():
             if min(values, default=1) < 1:
                 raise CommandError(f"{flag} {min(values)}: must be at least 1")
+        for flag, value in (("max-stash", min(self.max_stash, default=0)), ("move-layers", self.move_layers)):
+            if value < 0:
+                raise CommandError(f"--{flag} {value}: must be at least 0")
         if not self.cpu_minutes >= 0:  # "not", for NaN is no limit
             raise CommandError(f"--cpu-minutes {self.cpu_minutes:g}: must be at least 0")
         fields = {field.name: getattr(self.given, field.name) for field in dataclasses.fields(Chosen)}
-        if self.move_layers < 0:
-            raise CommandError(f"--move-layers {self.move_layers}: must be at least 0")
         base = Chosen(**fields)
         base.check_each()
         return Wanted(
