@@ -88,6 +88,8 @@ def test_a_cut_that_was_not_counted_has_the_work_of_another():
     assert least.seconds(two_ranks, {}) == pytest.approx(9 * 2 * both / 2 / CLOCK)
     two_each = plan("one_f_one_b", pp=2, microbatch_size=8)
     assert least.seconds(two_each, {}) == pytest.approx(9 * 2 * both * 2 / CLOCK)
+    replicas = plan("one_f_one_b", dp=2, ep=1)  # share a microbatch as devices of one replica do
+    assert least.seconds(replicas, {}) == pytest.approx(11 * both / CLOCK)
 
 
 class LastStageHalfAsMuchAgain(CostModel):
@@ -181,6 +183,8 @@ def test_what_units_tell_of_larger_ones_of_longer_stages_and_of_another_remat():
     two_each = dataclasses.replace(case.plan, microbatch_size=2 * case.plan.microbatch_size)
     two_ranks = dataclasses.replace(case.plan, pp=2, ep=4, microbatch_size=2 * case.plan.microbatch_size)
     assert bounds.factors(two_each) == bounds.factors(two_ranks) == pytest.approx(half)
+    replicas = dataclasses.replace(case.plan, dp=2, ep=case.plan.ep // 2)
+    assert bounds.factors(replicas) == pytest.approx(known), "as many sequences on a device"
     assert not bounds.factors(dataclasses.replace(case.plan, remat="none")), (
         "what is kept is written and read"
     )
@@ -215,6 +219,7 @@ def test_cuts_that_keep_more():
         (least._replace(remat="all"), False),
         (least._replace(microbatch_size=8, remat="all"), False),
         (least._replace(pp=4), False),
+        (least._replace(dp=2), False),
         (least._replace(dispatch="dropless"), False),
     ):
         assert other.needs_no_less(least) == more, other
@@ -341,24 +346,20 @@ def found_by(seed, *, whole):
     return planner.ranked(search.choices)[0], compiled, search
 
 
-def test_the_best_of_all_is_found_with_few_compiled():
+def test_the_best_of_all_is_found_with_few_compiled_and_each_best_so_far_is_named_once(capsys):
     few = many = 0
     for seed in range(5):
-        best, compiled, search = found_by(seed, whole=False)
         best_of_all, all_compiled, _ = found_by(seed, whole=True)
+        capsys.readouterr()
+        best, compiled, search = found_by(seed, whole=False)
         assert best == best_of_all, seed
         assert len(compiled) + len(search.excluded) == len(all_compiled)
         assert all(found.seconds >= best.seconds for found in search.excluded), "each bound excludes its case"
         few, many = few + len(compiled), many + len(all_compiled)
-    assert few < many / 2
-
-
-def test_each_best_plan_is_named_once(capsys):
-    for seed in range(2):
-        best, compiled, _ = found_by(seed, whole=False)
         said = re.findall(r"the best so far takes (\S+) s", capsys.readouterr().err)
         assert said == sorted(set(said), key=float, reverse=True) and len(said) < len(compiled), seed
         assert said[-1] == f"{best.seconds:.4g}"
+    assert few < many / 2
 
 
 @pytest.mark.parametrize("minutes, compiled", [(None, 2), (28.0, 2), (27.0, 1), (1.0, 1)])
@@ -648,6 +649,9 @@ def test_memory_by_another_cut_is_what_a_rank_keeps_for_its_work():
     assert least.memory(plan("one_f_one_b"))[0] == 4 * residual + rest
     assert least.memory(plan("one_f_one_b", pp=2, microbatch_size=4))[0] == 2 * 2 * residual + rest
     assert least.memory(plan("one_f_one_b", microbatch_size=4)) == (2 * 4 * residual + rest, 16 * GIB)
+    assert least.memory(plan("one_f_one_b", dp=2, ep=1))[0] == 4 * residual + rest, (
+        "half as many on each of two"
+    )
 
 
 def test_what_by_another_cut_hardly_fits_is_not_passed_over_until_it_is_counted():

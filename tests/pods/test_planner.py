@@ -236,6 +236,30 @@ def test_a_plan_waits_for_guards_as_long_as_its_dry_run(tmp_path, monkeypatch):
     assert choice.seconds == pytest.approx(found.step.seconds) and choice.seconds > 1e-3 * ticks
 
 
+def test_ranks_that_share_a_core_take_turns():
+    """One core does the work of both ranks, so a step takes all of it: eight forwards and backwards of each."""
+    plan = dataclasses.replace(
+        BASE, schedule="one_f_one_b", pp=2, ep=4, microbatches=8, microbatch_size=4, shard="nothing"
+    )
+    found = answer(plan, "units")
+    alone = dataclasses.replace(found.compiled, sends=CollectiveTotals(), at_once=1)
+    found = dataclasses.replace(found, compiled=alone)
+    (choice,) = planner.Prices(planner.Case(plan, (plan,)), "nothing", found).choices([plan], found)
+    cycles = 2 * 8 * (CYCLES["F"] + CYCLES["B"]) + 100 * lower(one_f_one_b(2, 8)).num_ticks
+    assert choice.seconds == pytest.approx((cycles + BESIDE["nothing"] + UPDATE["nothing"]) / 1.5e9)
+
+
+def test_of_equal_plans_the_first_has_no_limit_and_each_layout_has_its_nearest():
+    none, one, twice = (dataclasses.replace(BASE, **more) for more in ({}, {"max_stash": 1}, {"dp": 2}))
+    equal = [planner.Choice(plan, 0.1, 1.0, GIB) for plan in (one, none)]
+    assert [choice.plan for choice in planner.ranked(equal)] == [none, one]
+    large = [
+        planner.Choice(plan, memory=size * GIB, refused="no")
+        for plan, size in ((one, 9), (twice, 8), (none, 7))
+    ]
+    assert [choice.plan for choice in planner.nearest(large)] == [none, twice]
+
+
 def test_what_does_not_fit_is_not_compiled_and_says_so():
     kept = {c.plan.schedule: c.memory for c in choices() if c.plan.max_stash is None}
     limit = kept["one_f_one_b"]
