@@ -84,7 +84,7 @@ def optimum(
     memory_limit = float(memory_limit)  # a whole number may be too long for NumPy
     problem = Problem(num_microbatches, costs or CostModel(), memory or MemoryModel(), memory_limit)
     problem = problem.of_stages(placement)
-    unit, costs_in_steps = _in_whole_steps(placement, problem.costs)
+    unit, costs_in_steps = _in_whole_steps(problem.costs)
     whole = dataclasses.replace(problem, costs=costs_in_steps)
     bound = bound_of_stages(placement, whole)
     if bound == math.inf:
@@ -107,7 +107,7 @@ def optimum(
     return Optimum(best, found, min(found, horizon * unit))
 
 
-def _in_whole_steps(placement: Placement, costs: CostModel) -> tuple[float, CostModel]:
+def _in_whole_steps(costs: CostModel) -> tuple[float, CostModel]:
     """The greatest unit of time that divides all durations, and the costs in this unit."""
     if costs.blocking or min(costs.F, costs.I, costs.W, costs.FB) <= 0:
         raise ValueError(
@@ -129,15 +129,6 @@ def _in_whole_steps(placement: Placement, costs: CostModel) -> tuple[float, Cost
     f, i, w, fb, send, inside, *rest = (float(e / unit) for e in exact)
     extra = {stage: tuple(rest[3 * n : 3 * n + 3]) for n, stage in enumerate(costs.extra)}
     whole = CostModel(f, i, w, fb, send, extra, False, inside, costs.ranks_per_node)  # type: ignore[arg-type]  # three each
-    alone = [(Action(stage, op, 0),) for stage in range(placement.num_stages) for op in (Op.F, Op.I, Op.W)]
-    pairs = [
-        (Action(f, Op.F, 0), Action(b, Op.B, 0)) for held in placement.stages_on for f in held for b in held
-    ]
-    # The programme lets a slot of no time run in the middle of another.
-    if min(round(whole.of(slot, placement)) for slot in (*alone, *pairs)) < 1:
-        raise ValueError(
-            f"optimum: extra={costs.extra} of a stage leaves some of its work no time; let each take a little"
-        )
     return float(unit), whole
 
 
