@@ -188,9 +188,9 @@ def _follow(
                 line = lines.get(timeout=0.5 if allowed is None else min(0.5, allowed))
             except queue.Empty:
                 # One that it has started, and that outlives it, may hold its standard output open.
-                if process.poll() is not None or any(
-                    child.process.poll() not in (None, 0) for child in others
-                ):
+                if process.poll() is not None:
+                    return stage, None
+                if any(child.process.poll() not in (None, 0) for child in others):
                     return stage, None
                 progress.show(stage, time.monotonic() - started)
                 continue
