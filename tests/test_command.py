@@ -290,6 +290,8 @@ def test_check_reads_standard_input(capsys, monkeypatch):
         (["show", "gpipe", *SMALL, "--F", "1e308"], "gpipe takes longer than a number can say under Cost"),
         (["compare", *SMALL, "--F", "1e308"], "takes longer than a number can say"),
         (["show", "gpipe", *SMALL, "--waves", "2"], "gpipe takes no --waves; "),
+        (["compare", "gpipe", "zb_v", *SMALL, "--waves", "2"], "--waves: none of these schedules takes it"),
+        (["diff", "gpipe", "hanayo", *SMALL, "--stages-per-rank", "4"], "--stages-per-rank: none of these"),
         (["show", "gpipe", *SMALL, "--json", "--format", "csv"], "--json and --format csv are two formats"),
         (
             ["compare", *SMALL, "--json", "--format", "markdown"],
@@ -795,6 +797,8 @@ def test_counts_beside_files(capsys, saved):
     )
     told = refused(capsys, 2, "show", path, "--stages-per-rank", "4")
     assert "is a file, cut as it is; drop --stages-per-rank and --waves" in told
+    told = refused(capsys, 2, "compare", path, "--stages-per-rank", "4")
+    assert "--stages-per-rank: none of these schedules takes it" in told
 
 
 def test_stashes_are_limited_everywhere(capsys):

@@ -16,7 +16,7 @@ from dualpipe_jax.command.options import (
 from dualpipe_jax.command.share_files import PartialShare, share_in_text
 from dualpipe_jax.schedule import Placement, Schedule, ScheduleError, parse_grid, validate
 from dualpipe_jax.schedule.formats.json_text import from_json
-from dualpipe_jax.schedule.names import SCHEDULES, find, is_known, make
+from dualpipe_jax.schedule.names import SCHEDULES, find, flag_of, is_known, make, takes
 
 
 def is_file(name: str) -> bool:
@@ -57,7 +57,7 @@ def schedules_of(
     that are left out are those of the first file.
 
     Raises:
-      CommandError: counts are missing or too large.
+      CommandError: counts are missing or too large, or no schedule takes an option of ``shape``.
       ValueError: there is no schedule of a name, or a file holds none.
     """
     loaded = {name: load(name, pipes) for name in names if is_file(name)}
@@ -67,6 +67,10 @@ def schedules_of(
     }
     if pipes is not None and not files:
         raise CommandError("--pipes: schedules by name say their own; drop it")
+    recipes = [find(name) for name in names or SCHEDULES if name not in files]
+    for choice in shape.given():
+        if not any(takes(recipe, choice) for recipe in recipes):
+            raise CommandError(f"{flag_of(choice)}: none of these schedules takes it; drop it")
     first = next(iter(files.values()), None)
     if first is not None:
         ranks = first.num_ranks if ranks is None else ranks

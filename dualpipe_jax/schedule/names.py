@@ -47,9 +47,15 @@ def make(name: str, num_ranks: int, num_microbatches: int, finer: Mapping[str, i
     recipe = find(name)
     for choice in (choice for choice in finer if not takes(recipe, choice)):
         able = [known for known, other in SCHEDULES.items() if takes(other, choice)]
-        flag = "--" + choice.removeprefix("num_").replace("_", "-")
-        raise ValueError(f"{recipe.__name__} takes no {flag}; {', '.join(able) or 'no schedule'} can")
+        raise ValueError(
+            f"{recipe.__name__} takes no {flag_of(choice)}; {', '.join(able) or 'no schedule'} can"
+        )
     return recipe(num_ranks, num_microbatches, **finer)
+
+
+def flag_of(choice: str) -> str:
+    """The option of the command line for a parameter of recipes: --stages-per-rank for num_stages_per_rank."""
+    return "--" + choice.removeprefix("num_").replace("_", "-")
 
 
 def takes(recipe: Callable[..., Schedule], choice: str) -> bool:
