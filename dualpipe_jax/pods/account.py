@@ -9,7 +9,7 @@ from dualpipe_jax.pods import predict
 from dualpipe_jax.pods.costs import UnitCosts, find_unit, splits
 from dualpipe_jax.pods.results import Compiled, Overheads, Part, Unit
 from dualpipe_jax.pods.units import key_of, kind_at, kinds_of
-from dualpipe_jax.schedule import Action, CostModel, Op, Schedule, Slot, lower
+from dualpipe_jax.schedule import Action, CostModel, Op, Schedule, Slot
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 Field = Callable[[Unit], float]
@@ -74,7 +74,7 @@ def account_of(
     def spans(costs: CostModel) -> tuple[float, float]:
         """Cycles of all ticks of a step, and cycles of its work, summed over slots and divided by ``ranks``."""
         busy = sum(costs.of(slot, schedule.placement) for slot in slots) / ranks
-        return predict.span(lower(schedule, placed or costs), costs, compiled.at_once), busy
+        return predict.span(predict.table_of(schedule, placed or costs), costs, compiled.at_once), busy
 
     whole, busy = spans(costs)
     even, busy_even = spans(equal)
@@ -85,7 +85,7 @@ def account_of(
         "waiting for collectives": waits,
         "idle: bubble of equal stages": even - busy_even,
         "idle: stages that are not equal": (whole - busy) - (even - busy_even),
-        "ticks beside their units": lower(schedule, placed or costs).num_ticks * beside.tick,
+        "ticks beside their units": predict.table_of(schedule, placed or costs).num_ticks * beside.tick,
         "beside the ticks": beside.step,
         "the optimizer's update": compiled.update_cycles,
     }

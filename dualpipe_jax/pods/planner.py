@@ -304,7 +304,7 @@ class Prices:
         assert self.step is not None
         schedule, tick, at_once = schedule_of(plan), self.compiled.beside.tick, self.compiled.at_once
         placed = CostModel(**self.step.placed)  # type: ignore[arg-type]  # none of them is a flag
-        cycles, _ = predict.step_cycles(schedule, self.costs(schedule), tick, at_once, placed)
+        cycles = predict.step_cycles(schedule, self.costs(schedule), tick, at_once, placed)
         return cycles / self.target.clock
 
     def choices(self, plans: Iterable[Plan], count: Answer) -> list[Choice]:

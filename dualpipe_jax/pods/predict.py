@@ -9,11 +9,11 @@ from collections.abc import Callable
 
 from dualpipe_jax.pods.costs import splits
 from dualpipe_jax.pods.results import ScheduleTime
-from dualpipe_jax.pods.stage_memory import StageMemory, reserved_bytes
-from dualpipe_jax.schedule import CostModel, MemoryModel, Schedule, lower, simulate
+from dualpipe_jax.pods.stage_memory import StageMemory, reserved_bytes, ticks_of
+from dualpipe_jax.schedule import ALL_SCHEDULES, CostModel, MemoryModel, Schedule, simulate
 from dualpipe_jax.schedule.costs import at_most
-from dualpipe_jax.schedule.lowering.table import TickTable
-from dualpipe_jax.schedule.optimize.choose import choose
+from dualpipe_jax.schedule.lowering.lower import tabulate
+from dualpipe_jax.schedule.lowering.table import Keeps, TickTable
 
 
 def step_cycles(
@@ -22,23 +22,33 @@ def step_cycles(
     tick: float = 0.0,
     at_once: float | None = None,
     placed: CostModel | None = None,
-) -> tuple[float, float]:
-    """Cycles from the first forward to the last backward: in the engine's ticks, and in the ideal order.
+) -> float:
+    """Cycles from the first forward to the last backward in the engine's ticks.
 
     The optimizer and the reduction of gradients are not included.
 
     Args:
       schedule: the schedule.
       costs: the costs of its units, in cycles.
-      tick: cycles of each tick outside its units; the ideal order has no ticks and leaves them out.
+      tick: cycles of each tick outside its units.
       at_once: the number of ranks whose work the processors can do at the same time, where ranks share them;
         None: all.
       placed: the costs by which the engine places actions on ticks, see ``Pipeline.costs``; None: ``costs``.
     """
-    table, ideal = lower(schedule, placed or costs), simulate(schedule, costs).makespan
-    if at_once is not None:
-        ideal = max(ideal, float(table.work(costs).sum()) / at_once)
-    return span(table, costs, at_once) + table.num_ticks * tick, ideal
+    table = table_of(schedule, placed or costs)
+    return span(table, costs, at_once) + table.num_ticks * tick
+
+
+def ideal_cycles(schedule: Schedule, costs: CostModel, at_once: float | None = None) -> float:
+    """Cycles from the first forward to the last backward in the ideal order, which has no ticks."""
+    work = (costs.of(slot, schedule.placement) for order in schedule.orders for slot in order)
+    shared = 0.0 if at_once is None else sum(work) / at_once
+    return max(simulate(schedule, costs).makespan, shared)
+
+
+def table_of(schedule: Schedule, placed: CostModel) -> TickTable:
+    """The table of a schedule, as ``lower`` makes it; the placement on ticks is that by which memory is counted."""
+    return tabulate(*ticks_of(schedule, placed), Keeps.alike(schedule.placement.num_model_stages))
 
 
 def span(table: TickTable, costs: CostModel, at_once: float | None) -> float:
@@ -66,18 +76,15 @@ def rank_schedules(
       price: a function of a schedule and the costs of its stages that returns seconds and MFU of its step.
     """
     found = []
-    for own, wanted in ((costs, True), (costs_unsplit, False)):
-        for candidate in choose(num_ranks, num_microbatches, own):
-            name, schedule = candidate.name, candidate.schedule
-            if schedule is None:
-                if wanted:
-                    refused = candidate.refused.removeprefix(f"{name}: ")
-                    found.append(ScheduleTime(name, None, None, None, refused))
-            elif splits(schedule) == wanted:
-                needed = reserved_bytes(schedule, kept, memory)
-                fits = at_most(needed, limit)
-                refused = "" if fits else f"needs {needed / 2**30:.1f} GiB of {limit / 2**30:.1f}"
-                found.append(
-                    ScheduleTime(name, *price(schedule, own.for_schedule(schedule)), needed, refused)
-                )
+    for recipe in ALL_SCHEDULES:
+        name = recipe.__name__
+        try:
+            schedule = recipe(num_ranks, num_microbatches)
+            own = (costs if splits(schedule) else costs_unsplit).for_schedule(schedule)
+        except ValueError as error:
+            found.append(ScheduleTime(name, None, None, None, str(error).removeprefix(f"{name}: ")))
+            continue
+        needed = reserved_bytes(schedule, kept, memory)
+        refused = "" if at_most(needed, limit) else f"needs {needed / 2**30:.1f} GiB of {limit / 2**30:.1f}"
+        found.append(ScheduleTime(name, *price(schedule, own), needed, refused))
     return tuple(sorted(found, key=lambda s: (bool(s.refused), math.inf if s.seconds is None else s.seconds)))

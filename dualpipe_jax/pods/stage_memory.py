@@ -84,11 +84,12 @@ def _num_slots(
     """The number of slots of stages' inputs and gradients of their outputs together, then of each pool of ``lives``."""
     pools = {str(k): {kind: life for kind, life in enumerate(own) if life} for k, own in enumerate(lives)}
     keeps = Keeps(kind_of, keep_input, pools)  # type: ignore[arg-type]  # plain strings, where Keeps has Literals
-    _, found = Values(*_ticks(schedule, placed), keeps).slots()
+    _, found = Values(*ticks_of(schedule, placed), keeps).slots()
     return found["x"] + found["dy"], *(found[pool] for pool in pools)
 
 
-@functools.cache  # a large schedule takes 0.1 s, and a search needs it once for each remat and dispatch
-def _ticks(schedule: Schedule, placed: CostModel) -> tuple[Flat, np.ndarray]:
+@functools.cache  # a large schedule takes a second, and a search needs it once for each remat and dispatch
+def ticks_of(schedule: Schedule, placed: CostModel) -> tuple[Flat, np.ndarray]:
+    """A schedule's slots, and the tick on which the engine places each of them by these costs."""
     flat = flatten(schedule)
     return flat, place(flat, placed)

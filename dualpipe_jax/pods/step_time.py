@@ -38,7 +38,7 @@ def predict_step(compiled: Compiled, blueprint: Blueprint, plan: Plan, device: D
         seconds = (cycles + rest) / device.clock
         return seconds, useful.program / seconds
 
-    cycles, ideal = in_ticks(schedule, costs)
+    cycles = in_ticks(schedule, costs)
     seconds, mfu = time_of(cycles)
     memory, whole = ahead.rank_memory(blueprint), rank_costs(split, schedule)
     ranked = predict.rank_schedules(
@@ -49,11 +49,11 @@ def predict_step(compiled: Compiled, blueprint: Blueprint, plan: Plan, device: D
         memory,
         ahead.stage_memory_of(blueprint),
         device.memory,
-        lambda other, its: time_of(in_ticks(other, its)[0]),
+        lambda other, its: time_of(in_ticks(other, its)),
     )
     return Prediction(
         cycles=cycles,
-        ideal_cycles=ideal,
+        ideal_cycles=predict.ideal_cycles(schedule, costs, compiled.at_once),
         overhead_cycles=beside.step,
         seconds=seconds,
         tokens=tokens,
