@@ -82,7 +82,7 @@ def answer(
     found = dataclasses.replace(found, compiled=compiled, memory=memory)
     if program.flops and {UnitKey("F")} < compiled.units.keys():
         say("simulating the step")
-        step = predict_step(compiled, blueprint, plan, device)
+        step = predict_step(compiled, blueprint, plan, device, others=request.hints)
         found = dataclasses.replace(found, step=step)
     return with_remedies(found, target, devices, say) if request.hints else found
 

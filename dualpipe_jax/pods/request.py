@@ -25,7 +25,7 @@ class Request:
       compiled: a file with the text of a program that is already compiled for the target. Only this file is
         read; ``plan`` is ignored.
       rates: a file of measured rates, by which programs are priced; None: the compiler's figures.
-      hints: whether to look for options that make a step fit, if it does not.
+      hints: whether to look for options that make a step fit, if it does not, and to price other schedules.
       requests: the number of requests per device, for serving; None: as in DeepSeek's profiles.
       log: the file that receives this process's standard error, where the TPU compiler writes its statistics.
     """

@@ -11,17 +11,19 @@ from dualpipe_jax.pods.account import UsefulSeconds, account_of
 from dualpipe_jax.pods.costs import rank_costs, splits, unit_costs
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.pods.program import Blueprint
-from dualpipe_jax.pods.results import Compiled, Prediction
+from dualpipe_jax.pods.results import Compiled, Prediction, ScheduleTime
 from dualpipe_jax.schedule import CostModel
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 
-def predict_step(compiled: Compiled, blueprint: Blueprint, plan: Plan, device: Device) -> Prediction:
+def predict_step(
+    compiled: Compiled, blueprint: Blueprint, plan: Plan, device: Device, *, others: bool = True
+) -> Prediction:
     """Predict the time of a step in the engine's ticks, from the cycles of its units.
 
     The cycles outside all ticks (see ``units.overheads``) are those of this schedule; the others are assumed
     to have the same. "assumed" lists costs that others need and this schedule has no units for: an FB without
-    gain, and an I of two thirds of B.
+    gain, and an I of two thirds of B. ``others``: whether to price other schedules, too, which takes seconds.
     """
     units, send, schedule = compiled.units, compiled.sends.each, blueprint.schedule
     split, unsplit = (unit_costs(units, send, split=split) for split in (True, False))
@@ -41,16 +43,18 @@ def predict_step(compiled: Compiled, blueprint: Blueprint, plan: Plan, device: D
     cycles = in_ticks(schedule, costs)
     seconds, mfu = time_of(cycles)
     memory, whole = ahead.rank_memory(blueprint), rank_costs(split, schedule)
-    ranked = predict.rank_schedules(
-        schedule.num_ranks,
-        schedule.num_microbatches,
-        whole,
-        rank_costs(unsplit, schedule),
-        memory,
-        ahead.stage_memory_of(blueprint),
-        device.memory,
-        lambda other, its: time_of(in_ticks(other, its)),
-    )
+    ranked: tuple[ScheduleTime, ...] = ()
+    if others:
+        ranked = predict.rank_schedules(
+            schedule.num_ranks,
+            schedule.num_microbatches,
+            whole,
+            rank_costs(unsplit, schedule),
+            memory,
+            ahead.stage_memory_of(blueprint),
+            device.memory,
+            lambda other, its: time_of(in_ticks(other, its)),
+        )
     return Prediction(
         cycles=cycles,
         ideal_cycles=predict.ideal_cycles(schedule, costs, compiled.at_once),

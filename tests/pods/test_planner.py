@@ -234,6 +234,7 @@ def test_a_plan_waits_for_guards_as_long_as_its_dry_run(tmp_path, monkeypatch):
     (choice,) = planner.Prices(planner.Case(plan, (plan,)), "nothing", found).choices([plan], found)
     ticks = lower(one_f_one_b(2, 8)).num_ticks
     assert choice.seconds == pytest.approx(found.step.seconds) and choice.seconds > 1e-3 * ticks
+    assert found.step.schedules == (), "a plan does not ask for other schedules, whose prices take seconds"
 
 
 def test_ranks_that_share_a_core_take_turns():
