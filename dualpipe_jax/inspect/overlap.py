@@ -261,7 +261,7 @@ class _Simulator:
                 inside = [self.walk(name).time for name in known]
                 asked = sum(t.cycles for t in inside) + (trips + 1) * self.rates.host
             return trips * sum(t.cycles for t in times) + asked, trips * sum(t.waits for t in times)
-        if instruction.opcode == "conditional":
+        if instruction.opcode == "conditional" and times:
             longest = max(times, key=lambda t: t.cycles)
             return longest.cycles + self.rates.host, longest.waits
         if instruction.opcode == "call":

@@ -46,7 +46,7 @@ def products(report: OverlapReport, module: Module, computation: str) -> Product
         times, inside = 1, [name for name in instruction.called() if name in module.executed]
         if instruction.opcode == "while":
             times = instruction.trips or 1
-        elif instruction.opcode == "conditional":
+        elif instruction.opcode == "conditional" and inside:
             inside = [max(inside, key=lambda name: report.computations[name].cycles)]
         if inside:
             parts = [products(report, module, name) for name in inside]

@@ -39,12 +39,14 @@ def flops(module: Module, computation: Computation, instruction: Instruction) ->
         return 2 * math.prod(instruction.arrays[0].dims) * math.prod(sizes)
     if instruction.opcode == "convolution":
         return _convolution_flops(computation, instruction)
-    if instruction.opcode == "fusion":
-        called = [
-            module.computations[name] for name in instruction.called("calls") if name in module.computations
-        ]
-        return sum(flops(module, inner, i) for inner in called for i in inner)
-    return 0
+    inner = _fused(module, instruction)
+    return 0 if inner is None else sum(flops(module, inner, i) for i in inner)
+
+
+def _fused(module: Module, instruction: Instruction) -> Computation | None:
+    """Return the computation of a fusion; None for other instructions, or where only a part of the text was kept."""
+    called = instruction.called("calls") if instruction.opcode == "fusion" else ()
+    return module.computations.get(called[0]) if called else None
 
 
 def _convolution_flops(computation: Computation, instruction: Instruction) -> int:
@@ -117,8 +119,8 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
     """
     if stated := _ESTIMATE.search(instruction.config):
         return int(stated[2])
-    if instruction.opcode == "fusion" and (called := instruction.called("calls")):
-        read = sum(_fusion_reads(module.computations[called[0]]))
+    if (inner := _fused(module, instruction)) is not None:
+        read = sum(_fusion_reads(inner))
     else:
         read = sum(_operand_bytes(computation, instruction, name) for name in instruction.operands)
     return read + written(module, computation, instruction)
@@ -129,8 +131,7 @@ def written(module: Module, computation: Computation, instruction: Instruction) 
 
     The workspace of a library call, an array of bytes among its results, is not counted.
     """
-    if instruction.opcode == "fusion" and (called := instruction.called("calls")):
-        inner = module.computations[called[0]]
+    if (inner := _fused(module, instruction)) is not None:
         return sum(_result_bytes(inner, inner.root))
     if instruction.target.startswith(_LIBRARIES):
         first, *others = instruction.arrays

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dualpipe_jax import make_mesh
-from dualpipe_jax.inspect import gpu_rates, overlap, read
+from dualpipe_jax.inspect import gpu_rates, overlap, products, read
 from dualpipe_jax.inspect.collectives import collectives
 from dualpipe_jax.inspect.rates import Rates, tpu_rates
 from dualpipe_jax.inspect.scheduler import parse_statistics
@@ -212,6 +212,18 @@ def test_a_ragged_exchange_sends_its_first_operand():
     exchange = f"%r = f32[64]{{0}} ragged-all-to-all{operands}, channel_id=1, replica_groups={{{{0,1,2,3}}}}"
     (found,) = overlap(module(sizes, into, exchange), BYTE_A_CYCLE).collectives
     assert (found.kind, found.form, found.payload) == ("ragged-all-to-all", "sync", KIB)
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["fusion(%x), kind=kLoop, calls=%gone", "conditional(%x, %x, %x), branch_computations={%gone, %lost}"],
+)
+def test_a_text_may_lack_what_it_calls(line):
+    """Then the instruction reads its operands and writes its result: each f32[256], and one more at 1 byte a cycle."""
+    parsed = read(module(f"%w = f32[256]{{0}} {line}"))
+    found = overlap(parsed, Rates(memory=1.0))
+    assert found.computations["main"].cycles == KIB * (line.count("%x") + 1)
+    assert products(found, parsed, "main") == (0, 0)
 
 
 def test_groups_of_devices():
