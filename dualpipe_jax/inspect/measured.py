@@ -33,14 +33,14 @@ def measured_rates(file: str | Path, clock: float, *, switched: bool) -> Rates:
     """
     rates = read_rates(file)
     exchange, permute = rates.get("all-to-all"), rates.get("permute")
-    link, latency, collectives = None, 0.0, {}
+    link, latency, collectives, latencies = None, 0.0, {}, {}
     if exchange is not None:
         others = 1 - 1 / exchange["devices"]
         link = exchange["bytes_per_second"] * others * (1 if switched else 2) / clock
         latency = exchange["latency"] * clock
     if permute is not None:
         collectives["collective-permute"] = permute["bytes_per_second"] / clock
-        latency = latency if exchange is not None else permute["latency"] * clock
+        latencies["collective-permute"] = permute["latency"] * clock
     memory, flops = (rates[name] / clock if name in rates else None for name in ("memory", "flops"))
     products = sorted((one["size"], one["flops_per_second"] / clock) for one in rates.get("products", ()))
     attention = rates.get("attention", {})
@@ -56,6 +56,7 @@ def measured_rates(file: str | Path, clock: float, *, switched: bool) -> Rates:
         memory,
         products[-1][1] if products and flops is None else flops,
         tuple(products),
+        latencies=latencies,
         kernel_flops=gpu_kernels(*kernels),
         measured=True,
     )

@@ -164,6 +164,7 @@ class Rates:
         P / link, and an all-reduce twice that.
       collectives: payload bytes per cycle by kind, for kinds for which link gives nothing or a wrong duration.
       latency: cycles that every collective takes in addition.
+      latencies: the same by kind, for kinds that take longer or less long.
       memory: bytes per cycle, read plus written. An instruction that the compiler does not price (on TPU copies between
         memories, gathers, sorts; on GPU everything) takes its traffic over memory, or its arithmetic over flops if that
         is longer. None leaves it unpriced.
@@ -200,6 +201,7 @@ class Rates:
     host: float = 0.0
     measured: bool = False
     fabric: Fabric | None = None
+    latencies: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def collective(
         self, kind: str, payload: int, group_size: int | None, groups: Groups | None = None
@@ -209,17 +211,17 @@ class Rates:
         A group_size of None, if the text does not say it, counts as a very large group. The ``groups`` of a permute are
         its pairs of a source and a target.
         """
-        placed = 0.0
+        placed, latency = 0.0, self.latencies.get(kind, self.latency)
         if self.fabric is not None and groups:
             placed = self.fabric.collective(kind, payload, groups)
         if kind in self.collectives:
-            return self.latency + (placed or payload / self.collectives[kind])
+            return latency + (placed or payload / self.collectives[kind])
         if self.link is None:
             return None
         factor = (_SWITCH if self.switched else _TORUS).get(kind)
         others = 1 - 1 / group_size if group_size else 1.0
         alone = payload * (1.0 if factor is None else factor * others) / self.link
-        return self.latency + max(alone, placed)
+        return latency + max(alone, placed)
 
     def instruction(self, module: Module, within: Computation, instruction: Instruction) -> float | None:
         """Return the cycles of an instruction that runs no other computation line by line; None without any price."""

@@ -85,6 +85,16 @@ def test_a_permute_alone(tmp_path):
     assert rates.collective("all-to-all", 4000, 4) is None and rates.memory is None
 
 
+def test_a_permute_has_its_own_latency_beside_all_to_alls(tmp_path):
+    file, exchange = tmp_path / "rates.json", {"bytes_per_second": 1e9, "latency": 9e-6, "devices": 4}
+    both = {"permute": {"bytes_per_second": 2e9, "latency": 1e-6}, "all-to-all": exchange}
+    file.write_text(json.dumps({"rates": both}))
+    rates = measured_rates(file, 1e9, switched=False)
+    assert rates.collective("collective-permute", 4000, None) == pytest.approx(1000 + 2000)
+    assert rates.collective("all-to-all", 4000, 4) == pytest.approx(9000 + 4000)
+    assert rates.collective("all-gather", 0, 4) == pytest.approx(9000)
+
+
 def priced(tmp_path, rates, text=TEXT):
     file = tmp_path / "rates.json"
     file.write_text(json.dumps({"rates": rates}))
