@@ -76,8 +76,9 @@ def prepare(options: Options, report: Report) -> Manifest:
     apart = home != place if is_url(place) else os.path.realpath(home) != os.path.realpath(place)
     with contextlib.ExitStack() as stack:
         runner = stack.enter_context(_job_runner(options, files, work, shards, report))
-        for folder in (work, open_folder(home)) if apart else (work,):
-            stack.enter_context(_locked(folder))
+        stack.enter_context(_locked(work))
+        if apart:
+            stack.enter_context(_locked(open_folder(home), needed=False))
         _note_job(work, job, options.out)
         create(shards)
         manifest = _make(options, files, vocabulary, job, work, shards, runner, report)
@@ -258,9 +259,9 @@ def _place_hash(place: str) -> str:
 
 
 @contextlib.contextmanager
-def _locked(work: Folder) -> Iterator[None]:
+def _locked(work: Folder, *, needed: bool = True) -> Iterator[None]:
     """Lock a folder for one process at a time; if it is elsewhere, for one of this machine. Raises DataError for the
-    second process."""
+    second process, and if the folder's system has no locks unless the lock is not ``needed``."""
     create(work)
     file = (local_path(work) or cache_folder() / "prepare" / _place_hash(url_of(work))) / LOCK
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -270,7 +271,10 @@ def _locked(work: Folder) -> Iterator[None]:
         except LockHeld as by:
             raise DataError(f"{by} is at work in {url_of(work)}; let it end first") from None
         except OSError as error:
-            raise DataError(f"cannot lock {file}: {error.strerror or error}; name another --work") from None
+            if needed:
+                raise DataError(
+                    f"cannot lock {file}: {error.strerror or error}; name another --work"
+                ) from None
         yield
 
 

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import functools
 import gzip
 import hashlib
 import io
@@ -484,14 +485,17 @@ def test_half_done_work_of_other_options_or_processes_is_not_mixed_in(tmp_path, 
         prepare(out, data, work=work)
     with monkeypatch.context() as patched:
 
-        def refused(*_):
-            raise OSError(errno.ENOLCK, "No locks available")
+        def refused(file, _, place=work):
+            if Path(file.name).is_relative_to(place):
+                raise OSError(errno.ENOLCK, "No locks available")
 
         patched.setattr(fcntl, "flock", refused)
         with pytest.raises(
             DataError, match="cannot lock .*work/lock: No locks available; name another --work"
         ):
             prepare(out, data, work=work)
+        patched.setattr(fcntl, "flock", functools.partial(refused, place=tmp_path / "nfs"))
+        assert prepare(tmp_path / "nfs" / "out", data, work=work).origin["documents"] == 30
     monkeypatch.setattr(pipeline, "tokenise", lambda *job: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         prepare(out, data)
