@@ -176,6 +176,9 @@ def initialize(launch: Launch, asked: LaunchConfig) -> None:
     """
     import jax
 
+    if launch.num_processes == 1:
+        # JAX would catch a SIGTERM before the first step, and one process never asks it (``Processes.preempted``).
+        jax.config.update("jax_enable_preemption_service", False)
     bind = None
     if launch.process_id in (0, None):
         bind = bind_address(launch.coordinator, asked.coordinator_bind)

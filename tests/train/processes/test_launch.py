@@ -1,6 +1,9 @@
 """Which process of how many: every launcher's environment, and what to say where it tells too little."""
 
+import signal
 import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -202,3 +205,21 @@ def test_options_that_ask_for_nothing_fit_one_process():
     config = configure(restarts=0, straggler_every=0)
     check(config)
     check_alone(config)
+
+
+TOLD_EARLY = """
+import os, signal, time
+from dualpipe_jax.processes import free_port
+from train.config import LaunchConfig
+from train.processes.launch import detect_launch, initialize
+asked = LaunchConfig(coordinator=f"127.0.0.1:{free_port()}", num_processes=1, process_id=0)
+initialize(detect_launch(asked), asked)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(1)
+"""
+
+
+def test_sigterm_ends_one_process_that_has_not_begun_its_steps():
+    """As without a coordinator: JAX noted the signal, and nobody asked JAX."""
+    done = subprocess.run([sys.executable, "-c", TOLD_EARLY], capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGTERM
