@@ -5,6 +5,7 @@ import contextlib
 import multiprocessing
 import os
 import platform
+import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
@@ -89,4 +90,6 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+    # Ctrl-C is for the parent, too, which tells of it; what is half written has a name of its own.
+    signal.signal(signal.SIGINT, lambda number, frame: os._exit(130))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process a core is enough

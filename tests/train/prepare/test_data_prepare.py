@@ -445,6 +445,42 @@ def test_killed_processes_leave_what_the_same_command_finishes(tmp_path):
     assert find_damage(tmp_path / "out") == []
 
 
+INTERRUPTED = """
+import sys, time
+from pathlib import Path
+from train.prepare.workers import run_jobs
+
+def job(file, seconds):
+    Path(file).touch()
+    time.sleep(seconds)
+
+if __name__ == "__main__":
+    try:
+        list(run_jobs(job, [(sys.argv[1], 0), (sys.argv[2], 120)], 2))
+    except KeyboardInterrupt:
+        print("interrupted")
+"""
+
+
+def test_ctrl_c_prints_no_tracebacks_of_workers(tmp_path):
+    """A terminal sends it to all: to workers that wait for work, too, and to those that have some."""
+    (tmp_path / "main.py").write_text(INTERRUPTED)
+    files = [tmp_path / "idle", tmp_path / "busy"]
+    line = [sys.executable, "main.py", *map(str, files)]
+    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    streams = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    started = subprocess.Popen(line, cwd=tmp_path, env=environ, start_new_session=True, **streams)
+    try:
+        deadline = time.monotonic() + 120
+        while not all(file.exists() for file in files):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(started.pid, signal.SIGINT)
+        assert started.communicate(timeout=60)[0] == "interrupted\n"
+    finally:
+        started.kill()  # its workers end with it
+
+
 def test_what_is_done_is_not_done_again(tmp_path, capsys):
     write_lines(tmp_path / "a.jsonl", texts(30))
     command = [str(tmp_path / "out"), "--data", str(tmp_path / "a.jsonl"), "--workers", "1"]
