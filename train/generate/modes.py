@@ -138,7 +138,11 @@ def converse(loaded: LoadedModel, options: Options, out: TextIO, say: Say) -> No
     while True:
         sys.stderr.write("> ")
         sys.stderr.flush()
-        line = sys.stdin.readline()
+        try:
+            line = sys.stdin.readline()
+        except UnicodeDecodeError as error:
+            say(f"error: the line is not a text of Unicode: {error}")
+            continue
         if not line:
             return
         try:

@@ -117,6 +117,28 @@ def test_on_a_terminal_lines_are_prompts_until_there_are_no_more(run, capsys, ty
     assert err.count("> ") == 4 and "error: the prompt is empty: give at least one token" in err
 
 
+def test_a_line_that_is_no_text_ends_no_conversation(run, capsys, monkeypatch):
+    class Terminal(io.RawIOBase):
+        lines = [b"\xe4\n", b"\n"]  # noqa: RUF012 of this test alone
+
+        def readable(self):
+            return True
+
+        def isatty(self):
+            return True
+
+        def readinto(self, room):
+            line = self.lines.pop(0) if self.lines else b""
+            room[: len(line)] = line
+            return len(line)
+
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(Terminal()), "utf-8"))
+    assert main([str(run)]) == 0
+    out, err = capsys.readouterr()
+    assert out == "" and err.count("> ") == 3 and "error: the prompt is empty" in err
+    assert "error: the line is not a text of Unicode: 'utf-8' codec can't decode byte 0xe4" in err
+
+
 def test_ctrl_c_ends_an_answer_and_no_more(run, capsys, typed, monkeypatch):
     class Terminal(io.StringIO):
         def write(self, text):
