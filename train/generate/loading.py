@@ -19,7 +19,7 @@ from models.weights.settings import read_settings
 from models.weights.tokenizer import bytes_of
 from train.config import ConfigError, TrainConfig
 from train.data import DataError
-from train.data.manifest import is_prepared, open_prepared_vocabulary, read_manifest
+from train.data.manifest import TOKENIZER, is_prepared, open_prepared_vocabulary, read_manifest
 from train.data.vocabulary import BYTES, Vocabulary, open_vocabulary
 from train.errors import CheckpointError
 from train.generate.options import Source
@@ -164,7 +164,7 @@ def _find_vocabulary(folder: Path, facts: Mapping[str, Any], options: Source) ->
     )
     for name in (None, *named):
         with contextlib.suppress(DataError, OSError):
-            vocabulary = _open_vocabulary(name)
+            vocabulary = _open_vocabulary(name, facts.get("published", {}).get("eos_token_id"))
             if vocabulary.fingerprint == facts["tokenizer"]:
                 return vocabulary
     looked = " or ".join(str(name) for name in named if name) or "what the run names"
@@ -173,12 +173,16 @@ def _find_vocabulary(folder: Path, facts: Mapping[str, Any], options: Source) ->
     )
 
 
-def _open_vocabulary(name: str | Path | None) -> Vocabulary:
+def _open_vocabulary(name: str | Path | None, separator: int | None) -> Vocabulary:
     if name is None:
         return BYTES
-    if is_prepared(Path(name)):
-        return open_prepared_vocabulary(Path(name), read_manifest(Path(name)))
-    return open_vocabulary(str(name))
+    path = Path(name)
+    if is_prepared(path):
+        return open_prepared_vocabulary(path, read_manifest(path))
+    # The run's own: data may have been prepared with another --separator than the usual ones.
+    file = path / TOKENIZER if path.is_dir() else path
+    own = "" if separator is None else Vocabulary(file=file).name_of(separator)
+    return open_vocabulary(str(name), own or None)
 
 
 class VocabularyTokenizer:

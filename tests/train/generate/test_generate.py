@@ -224,14 +224,15 @@ def test_a_run_whose_tokenizer_is_another(tmp_path, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_a_run_has_its_own_tokenizer(tmp_path, capsys):
-    """Of a run whose tokenizer's file has gone from where it was."""
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 1}, unk_token="a"))
+@pytest.mark.parametrize("separator", ["</s>", "<own>"])
+def test_a_run_has_its_own_tokenizer(tmp_path, separator):
+    """Of a run whose tokenizer's file has gone from where it was, with a token of one's own between documents, too."""
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, separator: 1}, unk_token="a"))
     made.save(str(tmp_path / "own.json"))
-    vocabulary, run = open_vocabulary(str(tmp_path / "own.json")), tmp_path / "run"
+    vocabulary, run = open_vocabulary(str(tmp_path / "own.json"), separator), tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     vocabulary.write(run)
-    checkpoint(run, 1, tokenizer=vocabulary.fingerprint)
+    checkpoint(run, 1, tokenizer=vocabulary.fingerprint, published={"eos_token_id": vocabulary.separator})
     (tmp_path / "own.json").unlink()
     found = load(Options(source=run), print)
     assert found.tokenizer.encode("a").tolist() == [0] and found.stop == (1,)
