@@ -260,9 +260,9 @@ def test_device_load_is_said_of_every_run_over_devices():
     counts = np.array([[6, 2, 1, 1], [0, 0, 0, 0], [1, 3, 4, 2]])
     record = step_record({"counts": counts}, with_load=False, num_devices=2)
     assert record["device_load"] == pytest.approx((8 / 5 + 6 / 5) / 2)
-    devices = np.array([[5, 5], [0, 0], [9, 1]])
+    devices = np.array([[5, 5], [0, 0], [10, 0]])
     record = step_record({"counts": counts, "devices": devices}, with_load=False, num_devices=2)
-    assert record["device_load"] == pytest.approx((1 + 9 / 5) / 2) and "devices" not in record
+    assert record["device_load"] == pytest.approx((1 + 10 / 5) / 2) and "devices" not in record
     assert "device_load" not in step_record({"counts": counts}, with_load=False)
     assert device_load(np.zeros((0, 2))) == 1
 

@@ -181,10 +181,45 @@ def test_max_violation_is_of_layers_that_counted():
     assert float(violation(np.zeros((2, 2, 2), np.int32))) == 0
 
 
+ROUTING = {
+    "stages": {"routing": {"bias": np.zeros((1, 1, 2), np.float32), "row": np.zeros((1, 1), np.int32)}}
+}
+
+
+def test_metrics_of_a_step_by_hand():
+    """Two of eight choices are dropped; a weight of multi-token prediction for each sequence, by the step."""
+    optimizer = make_optimizer(1e-3, clip=1.0, weight_decay=0.0)
+    state = init_state(replicated(ROUTING), optimizer)
+
+    def value_and_grad(params, batch):
+        found = {"counts": [[6, 2]], "dropped": 2, "sequences": 2, "mtp_tokens": [3, 2]}
+        metrics = {name: jnp.asarray(value, jnp.int32) for name, value in found.items()}
+        metrics |= {"mtp_nll": jnp.asarray([6.0, 3.0]), "balance": jnp.float32(8)}
+        losses = {"lm": jnp.float32(2.5)}
+        return (batch["mtp_weight"].sum(), Report(losses, metrics, jnp.int32(0))), params
+
+    update = make_update(
+        value_and_grad, optimizer, RATE, state, mtp_weight=lambda step: step.astype(jnp.float32) + 0.5
+    )
+    wanted = {
+        "loss": 2.5,
+        "mtp_1": 2,
+        "mtp_2": 1.5,
+        "balance": 4,
+        "max_vio": 0.5,
+        "dropped": 2,
+        "drop_rate": 0.25,
+    }
+    for step in range(2):
+        state, metrics = update(state, {"inputs": jnp.zeros((2, 3, 4), jnp.int32)})
+        assert {name: metrics[name].item() for name in wanted} == wanted
+        assert metrics["objective"] == 6 * (step + 0.5)
+    assert state.params["stages"]["routing"]["bias"].tolist() == [[[-2 * RATE, 2 * RATE]]]
+
+
 def test_the_compiler_is_given_its_options():
     """CPU's compiler refuses what it does not know, so a wrong name must surface."""
-    params = {"stages": {"routing": {"bias": jnp.zeros((1, 1, 2)), "row": jnp.zeros((1, 1), jnp.int32)}}}
-    state = init_state(replicated(params), make_optimizer(1e-3, clip=1.0, weight_decay=0.0))
+    state = init_state(replicated(ROUTING), make_optimizer(1e-3, clip=1.0, weight_decay=0.0))
 
     def value_and_grad(params, batch):
         del batch

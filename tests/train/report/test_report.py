@@ -64,6 +64,7 @@ def test_curves_are_the_metrics(tmp_path):
     assert (training["x"], training["y"]) == ([1, 2, 3, 4], [*LOSSES, None])
     assert (held["x"], held["y"]) == ([0, 4], [5.545, 4.5])
     assert found["tokens a second"]["series"][0]["y"] == [100, 200, 300, 400]
+    assert found["seconds of a step, the first left out"]["series"][0]["x"] == [2, 3, 4]
     parts = {curve["name"]: curve for curve in found["gradient norms by part"]["series"]}
     assert parts["head"] == {"name": "head", "x": [4], "y": [0.25]} and set(parts) == {"head", "router"}
     assert ["not a number", "last training loss"] in page["tiles"]
@@ -88,7 +89,9 @@ def test_steps_that_a_run_gave_up_when_it_went_back_are_no_part_of_it(tmp_path):
     back = {"step": 5, "event": "loss is nan at step 5; back to step 2"}
     run = RunFolder.read(make_run(tmp_path / "a", records=[*given_up, back, record(3, 3.5)], steps=10))
     assert run.series("loss") == ([1, 2, 3], [5.5, 4.0, 3.5]) and run.events == (back,)
-    tiles = report_page(run)["tiles"]
+    page = report_page(run)
+    assert page["alarms"] == ["Step 5: loss is nan at step 5; back to step 2"] and page["events"] == [5]
+    tiles = page["tiles"]
     assert ["3 / 10", "steps"] in tiles and ["3.5000", "last training loss"] in tiles
     assert "held-out loss" not in [name for _, name in tiles], "there is none but the first"
 
@@ -101,6 +104,20 @@ def test_the_heat_map_is_load_over_its_layers_mean(tmp_path):
     values = np.frombuffer(base64.b64decode(heat["values"]), np.uint8).reshape(heat["shape"]) / heat["one"]
     assert heat["steps"] == [4, 14]
     np.testing.assert_allclose(values, [[[1.5, 0.5], [0.5, 1.5]], [[1, 1], [0, 2]]])
+
+
+def test_long_runs_are_thinned_out_and_the_busiest_experts_are_no_idle_ones(tmp_path, monkeypatch):
+    """A byte holds loads up to four times the mean; eight times would come round to none."""
+    monkeypatch.setattr("train.report.page._MAX_POINTS", 3)
+    monkeypatch.setattr("train.report.page._MAX_CELLS", 16)
+    load = [[16, 0, 0, 0, 0, 0, 0, 0]]
+    records = [record(4 + i, float(i), load=load) for i in range(4)]
+    page = report_page(RunFolder.read(make_run(tmp_path / "a", records=records)))
+    heat = section(page, "Balance of experts")["heat"]
+    assert (heat["shape"], heat["steps"]) == ([2, 1, 8], [4, 6])
+    assert base64.b64decode(heat["values"]) == 2 * bytes([255, *7 * [0]])
+    training = section(page, "Curves")["charts"][0]["series"][0]
+    assert (training["x"], training["y"]) == ([1, 4, 7], [5.5, 0.0, 3.0])
 
 
 @pytest.mark.parametrize("recipe", [dualpipe, zb_h1])
@@ -217,7 +234,10 @@ def test_the_last_bit_is_a_difference(tmp_path, capsys):
     assert main(["--compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     said = capsys.readouterr().out
     assert "differs from step 3 on, loss 0.30000000000000004 against 0.3000000000000001;" in said
-    assert "over 3 common steps; 1 step in one of them alone" in said
+    assert "losses differ by 5.55e-17 at most over 3 common steps; 1 step in one of them alone" in said
+    assert main(["--compare", str(tmp_path / "b"), str(tmp_path / "a")]) == 1
+    said = capsys.readouterr().out
+    assert "losses differ by 5.55e-17 at most over 3 common steps; 1 step in one of them alone" in said
 
 
 def test_gradient_norms_count_too_and_runs_without_a_common_step_are_not_equal(tmp_path):
