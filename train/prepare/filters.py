@@ -45,4 +45,4 @@ def share_of_letters(text: str) -> float:
 def share_of_repeated_lines(text: str) -> float:
     """The share of lines that repeat an earlier line, among all that are not blank; 0 if there are none."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return 1 - len(set(lines)) / len(lines) if lines else 0.0
+    return (len(lines) - len(set(lines))) / len(lines) if lines else 0.0

@@ -29,7 +29,9 @@ from train.data.manifest import Manifest, Shard, find_damage, read_manifest
 from train.prepare import pipeline, plan
 from train.prepare.__main__ import main
 from train.prepare.files import open_folder
+from train.prepare.filters import drop_reason
 from train.prepare.options import Options
+from train.prepare.tokenise import _sample
 from train.prepare.workers import Report
 
 ROOT = Path(__file__).parents[3]
@@ -143,7 +145,8 @@ def test_lines_and_row_groups_cut_into_pieces_are_all_read_once(tmp_path):
     rows = texts(30)
     lines, table = write_lines(tmp_path / "a.jsonl", rows), tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": rows}), table, row_group_size=8)
-    for file, sizes in ((lines, (1, 50, 333, 10**9)), (table, (1000,))):
+    first_line = lines.read_bytes().index(b"\n") + 1
+    for file, sizes in ((lines, (1, 50, 333, first_line, 10**9)), (table, (1000,))):
         for size in sizes:
             found = cut_into_pieces(find_files([str(file)]), size)
             assert len(found) == max(1, -(-file.stat().st_size // size)) if file == lines else len(found) > 2
@@ -268,6 +271,37 @@ def test_filters_drop_and_count(tmp_path):
     assert made.origin["documents"] == 1
 
 
+@pytest.mark.parametrize(
+    ("text", "asked", "why"),
+    [
+        ("abc", dict(min_bytes=3, max_bytes=3, min_letters=1), None),
+        ("ab1 ", dict(min_letters=2 / 3), None),
+        ("a\nb\na\n" * 2 + "c\nd\ne\nf", dict(max_repeated_lines=0.4), None),
+        ("a\na\na\na\nb\nc\nd\ne\nf\ng", dict(max_repeated_lines=0.3), None),
+        (
+            "a\na\na\na\nb\nc\nd\ne\nf\ng",
+            dict(max_repeated_lines=0.29),
+            "more repeated lines than --max-repeated-lines",
+        ),
+        (b"caf\xe9", {}, None),
+        (b"caf\xe9", dict(train_tokenizer=300), "not UTF-8"),
+        (b"caf\xe9", dict(tokenizer="own.json"), "not UTF-8"),
+    ],
+)
+def test_filters_at_their_edges(text, asked, why):
+    assert (
+        drop_reason(text if isinstance(text, bytes) else text.encode(), Options("out", ("data",), **asked))
+        == why
+    )
+
+
+def test_half_a_pair_of_surrogates_is_no_question_mark(tmp_path):
+    """JSON may hold it, and no text of UTF-8 can."""
+    (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": "\\ud83d"}\n')
+    made = prepare(tmp_path / "out", [tmp_path / "a.jsonl"], train_tokenizer=257)
+    assert (made.origin["documents"], made.origin["dropped"]) == (1, {"not UTF-8": 1})
+
+
 def test_of_few_documents_the_ends_are_held_out(tmp_path):
     text = "ab" * 500
     (tmp_path / "a.txt").write_text(text)
@@ -305,6 +339,12 @@ def test_a_tokenizer_is_trained_and_used(bpe, tmp_path):
         assert tokens.count(separator) == len(documents), "a text that mentions it does not end there"
     again = prepare(tmp_path / "again", [folder / "a.jsonl"], train_tokenizer=400, shard_mb=0.004)
     assert again.fingerprint == made.fingerprint, "the same command trains the same one"
+
+
+def test_a_tokenizer_learns_from_so_much_text_and_no_more():
+    parts = ("train", "heldout", "train", "train"), (b"abc", b"x" * 99, b"d", b"e")
+    taken = [list(_sample(zip(*parts, strict=True), size)) for size in (1, 3, 4, 5, 99)]
+    assert taken == [["abc"], ["abc"], ["abc", "d"], ["abc", "d", "e"], ["abc", "d", "e"]]
 
 
 def test_a_tokenizer_does_not_see_what_is_held_out(tmp_path):
