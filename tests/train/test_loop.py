@@ -27,9 +27,10 @@ from train.model import model_config
 from train.options import options_as_dict
 from train.processes.group import Processes
 from train.processes.stop import Stop
+from train.progress import Progress
 from train.recipe import follow, run_recipe
 from train.report import RunFolder
-from train.run import earlier_skipped_batches
+from train.run import earlier_held_out_loss, earlier_skipped_batches
 from train.setup import Run
 from train.trouble import TroubleDetector
 from train.watch import Watch
@@ -277,6 +278,8 @@ def test_a_resumed_run_draws_on_where_it_skipped(tmp_path):
     assert learnt == [4, 5, 6, 7] and "warning" not in said
     assert earlier_skipped_batches([*lines, {"step": 6, "heldout_loss": 1.0}]) == 2
     assert earlier_skipped_batches([{"step": 0, "heldout_loss": 1.0}]) == earlier_skipped_batches([]) == 0
+    losses = [{"step": step, "heldout_loss": 5.0 - step} for step in (0, 3)]
+    assert earlier_held_out_loss(losses) == 5.0 and earlier_held_out_loss(losses[1:]) is None
 
 
 def test_a_run_that_goes_on_in_other_batches_reads_on_where_it_was(tmp_path):
@@ -295,13 +298,16 @@ def test_a_run_that_goes_on_in_other_batches_reads_on_where_it_was(tmp_path):
 
 
 def test_a_run_that_goes_on_in_other_sequences_says_that_text_comes_again(tmp_path):
-    """Six sequences of 4 tokens are three of 8, from a cut of its own."""
+    """Six sequences of 4 tokens are three of 8, from a cut of its own; five are two and a half."""
     saved, path = FakeCheckpoints(), tmp_path / "metrics.jsonl"
     run([], path, saved, config=configure(CONFIG, steps=3))
     longer = configure(CONFIG, steps=4, sequence=8)
     lines, said, _, read = run([], path, saved, config=longer, start=3, carried=saved.carried)
     assert read == [[3, 4]] and [line["tokens"] for line in lines] == [24 + 16]
     assert "warning: --sequence was 4 and is 8 now: the text is cut and ordered anew, so that some" in said
+    carried = {"progress": {"sequences": 5, "sequence": 4, "tokens": 20}}
+    progress = Progress.resumed(run_recipe(longer, model_config(longer)), 3, carried)
+    assert (progress.sequences_read(3), progress.trained_tokens(3)) == (3, 20)
 
 
 def test_growing_batches_are_of_their_step_though_batches_were_skipped(tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,20 @@ def test_configure_knows_its_options():
         configure(ppp=1)
 
 
+def test_without_a_name_the_newest_run_goes_on(tmp_path):
+    with pytest.raises(
+        ConfigError, match=f"--resume: there is no run in {tmp_path}; --runs says where to look"
+    ):
+        parse(["--runs", str(tmp_path), "--resume"])
+    for name, when in (("b", 300), ("a", 500), ("c", 400)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"seed": when}))
+        os.utime(tmp_path / name / "config.json", (when, when))
+    assert parse(["--runs", str(tmp_path), "--resume"]).options == configure(
+        name="a", runs=tmp_path, seed=500
+    )
+
+
 @pytest.mark.parametrize(
     ("section", "name", "value"),
     [
@@ -163,6 +178,9 @@ def test_configure_knows_its_options():
         ("launch", "shrink", True),
         ("launch", "straggler_every", 7),
         ("launch", "process_id", 1),
+        ("launch", "num_processes", 2),
+        ("launch", "coordinator", "a:1"),
+        ("launch", "coordinator_bind", "a:1"),
     ],
 )
 def test_a_resumed_run_has_its_options_but_those_of_one_start(section, name, value, tmp_path):
