@@ -36,6 +36,7 @@ CONFIG = tiny(
     dim=16, num_layers=2, num_heads=2, q_lora_rank=0, kv_lora_rank=8, dense_hidden=16, expert_hidden=8, num_experts=4,
     top_k=2, num_groups=1, top_groups=1, vocab=32, num_mtp_layers=1,
 )  # fmt: skip
+TIED = dataclasses.replace(CONFIG, tie_embeddings=True)
 PLAN = (1, 1, 0)
 """Three kinds: the embedding and a dense layer; a layer with experts; a module ahead and the head."""
 
@@ -104,9 +105,9 @@ def same_gradients(got, wanted):
 
 
 @functools.cache
-def wanted_from_packed():
-    run = functools.partial(plain.loss, model=built(), mtp_weight=None, balance_factor=ALPHA)
-    return quick(jax.value_and_grad(run, has_aux=True, allow_int=True))(a_params(), packed())
+def wanted_from_packed(config=CONFIG):
+    run = functools.partial(plain.loss, model=built(config), mtp_weight=None, balance_factor=ALPHA)
+    return quick(jax.value_and_grad(run, has_aux=True, allow_int=True))(a_params(config), packed())
 
 
 @pytest.mark.slow
@@ -118,8 +119,8 @@ def test_losses_gradients_and_counts_are_the_papers_on_one_device():
     same_gradients(grads, wanted_from_packed()[1])
 
 
-def check_papers(loss, report):
-    wanted, (terms, counts) = wanted_from_packed()[0]
+def check_papers(loss, report, config=CONFIG):
+    wanted, (terms, counts) = wanted_from_packed(config)[0]
     np.testing.assert_allclose(loss, wanted, rtol=1e-5)
     assert set(report.losses) == set(terms) == {"lm", "mtp_1", "balance"}
     for name in terms:
@@ -166,35 +167,40 @@ def in_stages(rows, layout):
 
 
 @pytest.mark.parametrize(
-    "schedule, plan, options",
+    "schedule, plan, options, config",
     [
-        (one_f_one_b(3, 4), PLAN, SPREAD),
-        pytest.param(dualpipe(2, 4), (1, 1), SPREAD, marks=pytest.mark.slow),
-        pytest.param(dualpipe_v(2, 4), (1, 0, 1, 0), {}, marks=pytest.mark.slow),
-        pytest.param(interleaved_1f1b_overlap(2, 4, 3), (1, 0, 0, 1, 0, 0), {}, marks=pytest.mark.slow),
-        (dualpipe(2, 4), (1, 1), DROPLESS),
-        pytest.param(dualpipe(2, 4), (1, 1), DROPLESS | {"remat": recompute_keys}, marks=pytest.mark.slow),
+        (one_f_one_b(3, 4), PLAN, SPREAD, CONFIG),
+        pytest.param(dualpipe(2, 4), (1, 1), SPREAD, TIED, marks=pytest.mark.slow),
+        pytest.param(dualpipe_v(2, 4), (1, 0, 1, 0), {}, CONFIG, marks=pytest.mark.slow),
+        pytest.param(interleaved_1f1b_overlap(2, 4, 3), (1, 0, 0, 1, 0, 0), {}, TIED, marks=pytest.mark.slow),
+        (dualpipe(2, 4), (1, 1), DROPLESS, CONFIG),
+        pytest.param(
+            dualpipe(2, 4), (1, 1), DROPLESS | {"remat": recompute_keys}, CONFIG, marks=pytest.mark.slow
+        ),
     ],
     ids=[
         "1f1b-spread",
-        "dualpipe-spread",
+        "dualpipe-spread-tied",
         "dualpipe_v",
-        "interleaved-3",
+        "interleaved-3-tied",
         "dualpipe-dropless",
         "dualpipe-keys",
     ],
 )
-def test_losses_gradients_and_counts_are_the_papers(schedule, plan, options):
-    """Experts, words and the embedding's width over two devices; a module ahead on another rank's embedding."""
-    model = built(CONFIG, plan, ep_axis="ep", loss_block=3, **options)
-    params = in_stages(by_row(a_params(), built().layout), model.layout)
+def test_losses_gradients_and_counts_are_the_papers(schedule, plan, options, config):
+    """Experts, words and the embedding's width over two devices; a module ahead on another rank's embedding.
+
+    Where that is the head, too, it is whole on each.
+    """
+    model = built(config, plan, ep_axis="ep", loss_block=3, **options)
+    params = in_stages(by_row(a_params(config), built(config).layout), model.layout)
     batch = jax.tree.map(lambda a: a.reshape(4, 2, *a.shape[2:]), packed())
     mesh = make_mesh(1 + max(schedule.placement.pipes[0]), 2)
     pipeline = Pipeline(model.staged, schedule, mesh, param_specs=model.param_specs)
     step = quick(lambda *args: pipeline.value_and_grad(*args))
     (loss, report), grads = jax.device_get(step(params, batch))
-    check_papers(loss, report)
-    same_gradients(by_row(grads, model.layout), by_row(wanted_from_packed()[1], built().layout))
+    check_papers(loss, report, config)
+    same_gradients(by_row(grads, model.layout), by_row(wanted_from_packed(config)[1], built(config).layout))
     for slot, layer in enumerate(grads["stages"]["layers"]):
         assert not any(np.any(w[model.layout.rows[:, slot] < 0]) for w in jax.tree.leaves(layer))
 
