@@ -8,6 +8,7 @@ import numpy as np
 
 import models
 from models import deepseek, tiny
+from tests.models import plain
 
 SMALL = dict(
     vocab=48, dim=16, num_layers=2, num_heads=2, q_lora_rank=12, kv_lora_rank=8, qk_nope_dim=8, qk_rope_dim=4,
@@ -63,6 +64,26 @@ def continued(config, params, prompt, number, length):
         logits = np.asarray(whole(config, params, padded))
         text.append(int(np.argmax(logits[0, len(text) - 1])))
     return tuple(text[len(prompt) :])
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="after_norm", compiler_options=QUICK)
+def logits_ahead(config, params, tokens, *, after_norm=False):
+    """Of a dense layer, one with experts and a module ahead, by the paper's formulas: at i of token i + 2."""
+    shared, length = params["shared"], tokens.shape[1]
+    segments, live = np.zeros(tokens.shape, np.int32), np.ones(tokens.shape, bool)
+
+    def routed(x, row, n):
+        own = jax.tree.map(lambda a: a[0], params["stages"]["layers"][row])
+        bias = params["stages"]["routing"]["bias"][0, row]
+        return plain.layer(x, own, config, segments[:, :n], bias, live[:, :n])[0]
+
+    x = plain.layer(shared["embed_tokens"][tokens], shared["layers"][0], config, segments)
+    x = routed(x, 0, length)[:, :-1]
+    x = plain.norm(x, shared["norm"]) if after_norm else x
+    module = shared["mtp"][0]
+    both = plain.norm(shared["embed_tokens"][tokens[:, 1:]], module["enorm"]), plain.norm(x, module["hnorm"])
+    x = routed(jnp.concatenate(both, -1) @ module["eh_proj"]["kernel"], 1, length - 1)
+    return plain.norm(x, module["norm"]) @ shared["lm_head"]["kernel"]
 
 
 COMPILED = []

@@ -12,7 +12,7 @@ from models import v3
 from models.decode import Rows, decoder, init_cache, write
 from models.decode.attention import absorbing_is_cheaper
 from models.lazy import lazily
-from tests.models.decode.small_models import QUICK, random_params, small, whole
+from tests.models.decode.small_models import QUICK, logits_ahead, random_params, small, whole
 
 LENGTHS = (11, 3, 8)
 """Of the prompts, in tokens; all go on to TOTAL."""
@@ -79,6 +79,24 @@ def test_prefill_and_decode_are_the_plain_forward(name, absorbed):
     wanted = np.asarray(whole(config, params, tokens))
     assert wanted.std() > 0.5
     np.testing.assert_allclose(served(config, params, tokens, absorbed), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_drafts_of_published_weights_read_the_hidden_state_after_the_final_norm():
+    config = small(num_groups=1, num_mtp_layers=1)
+    params = random_params(config, scale=0.2)
+    model = decoder(config, mtp_after_norm=True).fresh()
+    tokens = np.random.default_rng(0).integers(0, config.vocab, (3, TOTAL)).astype(np.int32)
+    zeros = np.zeros(3, np.int32)
+    rows = Rows(tokens[:, :-1], zeros, zeros + TOTAL - 1, np.zeros((3, 1), np.int32))
+
+    def run(weights, cache):
+        x, _ = model.forward(weights, cache, rows)
+        x, _ = model.draft(weights, cache, rows._replace(tokens=tokens[:, 1:]), x)
+        return model.draft_logits(weights, x)
+
+    got = jax.jit(run, compiler_options=QUICK)(model.prepare(params), init_cache(config, 1, BLOCK))
+    wanted = logits_ahead(config, params, tokens, after_norm=True)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("lazy", [False, True])

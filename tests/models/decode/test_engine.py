@@ -4,13 +4,19 @@ import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from models.decode import Engine, Limits, RequestError, SamplingParams, decoder
-from tests.models import plain
-from tests.models.decode.small_models import COMPILED, QUICK, continued, drawn, loud_params, small, whole
+from tests.models.decode.small_models import (
+    COMPILED,
+    continued,
+    drawn,
+    logits_ahead,
+    loud_params,
+    small,
+    whole,
+)
 from tests.models.decode.test_sampling import drawn_by_numpy
 
 CONFIG = small(num_groups=1, num_mtp_layers=1)
@@ -349,31 +355,12 @@ def test_a_common_beginning_is_computed_once(drafts):
 # ------------------------------------------------------------------------------------------------ drafts
 
 
-@functools.partial(jax.jit, compiler_options=QUICK)
-def logits_ahead(params, tokens):
-    """By the paper's formulas, at i of token i + 2."""
-    shared, length = params["shared"], tokens.shape[1]
-    segments, live = np.zeros(tokens.shape, np.int32), np.ones(tokens.shape, bool)
-
-    def routed(x, row, n):
-        own = jax.tree.map(lambda a: a[0], params["stages"]["layers"][row])
-        bias = params["stages"]["routing"]["bias"][0, row]
-        return plain.layer(x, own, CONFIG, segments[:, :n], bias, live[:, :n])[0]
-
-    x = plain.layer(shared["embed_tokens"][tokens], shared["layers"][0], CONFIG, segments)
-    x = routed(x, 0, length)[:, :-1]
-    module = shared["mtp"][0]
-    both = plain.norm(shared["embed_tokens"][tokens[:, 1:]], module["enorm"]), plain.norm(x, module["hnorm"])
-    x = routed(jnp.concatenate(both, -1) @ module["eh_proj"]["kernel"], 1, length - 1)
-    return plain.norm(x, module["norm"]) @ shared["lm_head"]["kernel"]
-
-
 def guesses(prompt, text):
     """How often the module ahead is asked, and right, replayed on the whole text."""
     length = len(prompt) + len(text)
     tokens = np.zeros((1, LIMITS.max_positions), np.int32)
     tokens[0, :length] = [*prompt, *text]
-    guess = np.argmax(np.asarray(logits_ahead(a_params(), tokens)), -1)[0]
+    guess = np.argmax(np.asarray(logits_ahead(CONFIG, a_params(), tokens)), -1)[0]
     asked = right = 0
     at = len(prompt) - 1
     while at + 3 < length:  # the last token is the answer to a token that is fed anyway
