@@ -1,6 +1,7 @@
 """A server by its clients: what 64 of them get at once, what is refused, who leaves, how it ends."""
 
 import asyncio
+import dataclasses
 import functools
 import json
 import random
@@ -319,6 +320,33 @@ def test_the_loop_answers_while_a_step_takes_its_time_and_too_many_are_told_so()
         slow.go_on.release(9)
         texts = [one.answer().json()["choices"][0]["text"] for one in asking]
         assert texts == ["aaa"] * 3
+
+
+def test_what_a_request_leaves_out_is_as_openai_has_it():
+    """And a seed of its own, so that who asks again gets another text; several texts have seeds that follow it."""
+    asked = []
+
+    class Noted(Slow):
+        def add(self, prompt, params, on_token, on_score):
+            asked.append(params)
+            return super().add(prompt, params, on_token, on_score)
+
+    slow = Noted(max_requests=8)
+    slow.go_on.release(200)
+    body, chat = {"model": "tiny", "prompt": "x"}, {"messages": [{"role": "user", "content": "four"}]}
+    with running(slow, stop=(STOP,), chat=lambda messages: as_tokens(messages[0]["content"])) as (url, _, _):
+        for more in ({}, {"temperature": None}, {"n": 3, "seed": 2**32 - 2}):
+            httpx.post(f"{url}/v1/completions", json=body | more, timeout=LONG).raise_for_status()
+        chat |= {"model": "tiny"}
+        httpx.post(f"{url}/v1/chat/completions", json=chat, timeout=LONG).raise_for_status()
+    first, second, *three, message = asked
+    assert {dataclasses.replace(one, seed=0) for one in (first, second, *three)} == {
+        SamplingParams(max_tokens=16, temperature=1.0, top_p=1.0, stop=(STOP,))
+    }
+    assert [one.seed for one in three] == [2**32 - 2, 2**32 - 1, 0]
+    assert len({first.seed, second.seed, message.seed}) == 3
+    rest = slow.limits.max_positions - len("four")
+    assert dataclasses.replace(message, seed=0) == dataclasses.replace(first, seed=0, max_tokens=rest)
 
 
 def test_who_leaves_is_cancelled_waiting_or_not():
