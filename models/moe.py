@@ -42,7 +42,7 @@ class Dispatch:
       payload: "plain" sends tokens unchanged, "float8" in eight bits; see ``parallel.plan_capacity``.
 
     Raises:
-      ValueError: there is no such method or payload, or factor is not positive.
+      ValueError: there is no such method or payload, or factor is not positive and finite.
     """
 
     method: Literal["capacity", "dropless"] = "dropless"
@@ -54,8 +54,8 @@ class Dispatch:
         check_payload("Dispatch", self.payload)
         if self.method not in ("capacity", "dropless"):
             raise ValueError(f"Dispatch: method is {self.method!r}, must be 'capacity' or 'dropless'.")
-        if self.factor is not None and self.factor <= 0:
-            raise ValueError(f"Dispatch: factor must be positive or None, got {self.factor}.")
+        if self.factor is not None and not 0 < self.factor < math.inf:
+            raise ValueError(f"Dispatch: factor must be positive and finite, or None, got {self.factor}.")
 
     def plan(self, topk_TK: Array, num_experts: int, groups: tuple[int, int] = (1, 1)) -> parallel.Handle:
         """Plan one layer's dispatch.

@@ -252,5 +252,6 @@ def test_errors():
         update_bias(jnp.zeros(4), jnp.ones(4), 0.1)
     with pytest.raises(ValueError, match="method is 'ragged', must be 'capacity' or 'dropless'"):
         Dispatch("ragged")
-    with pytest.raises(ValueError, match="factor must be positive or None, got 0"):
-        Dispatch("capacity", 0)
+    for factor in (0, np.inf, np.nan):
+        with pytest.raises(ValueError, match=f"factor must be positive and finite, or None, got {factor}"):
+            Dispatch("capacity", factor)
