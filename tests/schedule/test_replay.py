@@ -90,6 +90,32 @@ def test_an_end_of_next_to_nothing_is_priced_still():
     assert alone.extra[-1] == pytest.approx((-1.8, -1.8, -1.8))
 
 
+def test_of_transfers_that_differ_the_median_counts_and_the_bubble_is_of_all_ranks():
+    class Links(CostModel):
+        def transfer(self, here, there):
+            return {(0, 1): 0.1, (1, 2): 0.2, (2, 1): 0.6, (1, 0): 0.9}.get((here, there), 0.0)
+
+    assert ran(gpipe(3, 1), Links()).costs.send == pytest.approx((0.2 + 0.6) / 2)
+    assert ran(gpipe(3, 4), CostModel()).bubble == pytest.approx(2 / 6), "of p ranks (p - 1) / (m + p - 1)"
+
+
+def test_what_an_end_takes_beyond_the_others():
+    """Of a longer backward I has two thirds, of a shorter one half; of two stages the faster is the usual one."""
+
+    def timed(forwards, backwards):
+        times = zip(("F", "B"), (forwards, backwards), strict=True)
+        return [(op, (Action(s, Op(op), 0),), took) for op, row in times for s, took in enumerate(row)]
+
+    costs = fit(timed((2, 2, 2, 2), (4.9, 4, 4, 3.1)), Placement.linear(4))
+    assert (costs.F, costs.B) == (2, 4)
+    assert costs.extra[0] == pytest.approx((0, 0.6, 0.3)) and costs.extra[-1] == pytest.approx(
+        (0, -0.45, -0.45)
+    )
+    costs = fit(timed((2, 3), (5, 4)), Placement.linear(2))
+    assert (costs.F, costs.B, costs.extra[-1]) == (2, 4, (1, 0, 0))
+    assert costs.extra[0] == pytest.approx((0, 2 / 3, 1 / 3))
+
+
 @pytest.mark.parametrize("hidden", [0.3, 0.5, 0.7])
 def test_an_end_of_next_to_nothing_is_priced_whatever_rounds(hidden):
     """The last stage's parts, scaled to what a pair takes, must not sum to a hair more than that."""
