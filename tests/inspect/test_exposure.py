@@ -161,6 +161,13 @@ def test_no_order_is_shorter_than_is_said(seed):
     assert least == max(*paths.values(), work, FLIGHT)
 
 
+def test_in_any_order_collectives_of_one_kind_take_turns():
+    """Neither waits for the other, and there is little work: only their link is busy all the time."""
+    text = module(start("a"), start("b"), of("w", 100), done("a"), done("b"))
+    main = overlap(text, BYTE_A_CYCLE).computations["main"]
+    assert main.least == main.cycles == 2 * FLIGHT
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_related_is_the_closure(seed):
     found = graph(np.random.default_rng(seed), 6)

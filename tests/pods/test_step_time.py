@@ -164,6 +164,37 @@ def test_the_account_of_pairs_of_ends_adds_up():
     assert step.cycles != bound.cycles
 
 
+def test_waits_of_pairs_that_were_not_measured_by_hand():
+    """DualPipe on 2 ranks: a pair of kinds of its own waits as it did, another as a usual one and its parts beyond."""
+    waits = {"F": 10, "F/last": 25, "I": 7, "I/first": 9, "W": 2, "B": 12, "FB": 100, "FB/first-last": 130}
+    units = keyed({name: Unit(1e6, 1e6 - each, 0.0, each, 0) for name, each in waits.items()})
+    plan = Plan(BLOCKS, 2, schedule="dualpipe", pp=2, ep=2, microbatches=8, microbatch_size=4)
+    step = step_time.predict_step(
+        Compiled("units", units=units), draw(plan, TARGET, None), plan, TARGET.device
+    )
+    (found,) = (part.seconds for part in step.account if part.name == "waiting for collectives")
+    # The last F waits for 15 more than a usual one, the first I for 2 more.
+    by_hand = {
+        "F first": 10,
+        "F last": 25,
+        "I first": 9,
+        "I last": 7,
+        "W first": 2,
+        "W last": 2,
+        "B first": 12,
+    }
+    by_hand |= {"B last": 12, "FB first last": 130, "FB last first": 100 + 15 + 2}
+    slots = [slot for order in dualpipe(2, 8).orders for slot in order]
+    names = [
+        " ".join(
+            ["FB" if len(slot) == 2 else slot[0].op.value, *(["first", "last"][a.stage % 2] for a in slot)]
+        )
+        for slot in slots
+    ]
+    assert {"FB first last", "FB last first"} <= set(names)
+    assert found * TARGET.device.clock == pytest.approx(sum(by_hand[name] for name in names) / 2)
+
+
 def test_what_rounding_leaves_is_printed_as_nothing():
     parts = (
         Part("the program's operations at the peak", 0.5),

@@ -44,6 +44,8 @@ def test_why_by_hand():
     assert said(why_idle(timeline, 1, 0)) == ["1:1F0@1", "0:0F0@0"]
     assert why_idle(timeline, 0, 0.5) == why_idle(timeline, 1, 7.5) == []
     assert [link.sent for link in why_idle(timeline, 0, 3)] == [False, True]
+    long = why_idle(simulate(gpipe(3, 1)), 0, 4)
+    assert said(long) == ["0:0B0@7", "1:1B0@5", "2:2B0@3", "2:2F0@2", "1:1F0@1"], "idle since 1"
 
 
 def test_where_there_is_no_such_time():

@@ -137,6 +137,8 @@ def test_sends_have_rows_as_many_as_are_under_way():
         "rank 1 (2)": [("1B1 to rank 0", 11500, 2500), ("1B3 to rank 0", 15500, 2500)],
     }
     assert work_and_sends(to_chrome_trace(simulate(dualpipe_v(3, 6))))[1] == {}, "they take no time"
+    inside = CostModel(send_inside=0.5, ranks_per_node=2)
+    assert work_and_sends(to_chrome_trace(simulate(gpipe(2, 1), inside)))[1].keys() == {"rank 0", "rank 1"}
 
 
 def test_rows_stand_in_the_order_of_ranks():
