@@ -97,8 +97,7 @@ def test_a_step_in_ticks_takes_no_less_than_in_the_ideal_order():
 @pytest.mark.parametrize(("at_once", "takes"), [(None, 27), (2, 27), (1, 48)])
 def test_of_ranks_that_share_processors_the_work_adds_up(at_once, takes):
     """Eight times three on each of two ranks, and beside them a bubble of three."""
-    _, ideal = predict.step_cycles(one_f_one_b(2, 8), CostModel(), at_once=at_once)
-    assert ideal == takes
+    assert predict.ideal_cycles(one_f_one_b(2, 8), CostModel(), at_once) == takes
 
 
 def test_schedules_are_ranked_and_those_that_do_not_fit_say_so():
