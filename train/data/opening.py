@@ -14,6 +14,7 @@ from train.data.manifest import (
     open_prepared_vocabulary,
     read_manifest,
 )
+from train.data.mixture import whole_weights
 from train.data.remote import is_url
 from train.data.text import hold_out_tenth, read_documents
 from train.data.vocabulary import BYTES, Vocabulary, open_vocabulary
@@ -39,6 +40,8 @@ def open_corpus(
     """
     if weights and len(weights) != len(paths):
         raise DataError(f"--data-weights: {len(weights)} for {len(paths)} paths of --data; give one for each")
+    # Refuses what is no weight, before anything is read.
+    whole_weights(weights)
     named = [fetch_prepared(path) if is_url(path) else Path(path) for path in paths]
     ready = [path for path in named if is_prepared(path)]
     vocabulary = None if tokenizer is None else open_vocabulary(tokenizer)

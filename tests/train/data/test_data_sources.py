@@ -177,6 +177,8 @@ def test_sources_that_do_not_fit_together_are_refused(three, tmp_path):
         open_corpus([three[0], tmp_path / "bpe"])
     with pytest.raises(DataError, match="--data-weights: 2 for 3 paths of --data; give one for each"):
         open_corpus(three, (1, 2))
+    with pytest.raises(DataError, match="every weight must be above 0"):  # before anything is read
+        open_corpus([tmp_path / "nowhere", tmp_path / "neither"], (1.0, float("nan")))
     (tmp_path / "bpe" / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match=r"tokenizer.json is not the one that its tokens were made with"):
         open_corpus([tmp_path / "bpe"])
