@@ -241,6 +241,20 @@ def test_metrics_go_on_where_a_checkpoint_is(tmp_path):
     assert path.read_text() == ""
 
 
+def test_that_a_run_went_back_stays_told_where_it_goes_on(tmp_path):
+    """It gave up steps 3 and 4, did step 3 again, saved it and was killed in the next one."""
+    told, path = (
+        [(1, ""), (2, ""), (3, ""), (4, ""), (4, "back to 2"), (3, ""), (4, "")],
+        tmp_path / "metrics.jsonl",
+    )
+    records = [{"step": step} | ({"event": event} if event else {"loss": 1.0}) for step, event in told]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    with closing(MetricsFile(path, upto=3)) as file:
+        assert file.earlier_records == records[:-1]
+    with closing(MetricsFile(path, upto=2)) as file:
+        assert file.earlier_records == records[:2], "its skipping was not saved, and is undone"
+
+
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
 def test_a_run_goes_back_and_skips_the_batches_that_led_to_trouble(tmp_path, name):
     path = tmp_path / "metrics.jsonl"

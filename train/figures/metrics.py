@@ -30,7 +30,7 @@ class MetricsFile:
     _file: IO[bytes] | None
 
     def __init__(self, path: Path | None, upto: int = -1):
-        """Open the file. Of an earlier part of the run, the records of steps up to ``upto`` stay.
+        """Open the file. Of an earlier part of the run, the records up to that of step ``upto`` stay.
 
         Lines that cannot be read are left out. If there are any, except a last line that was cut short by a kill, the
         whole old file is kept under another name. Without a path nothing is written: of several processes one writes.
@@ -46,7 +46,10 @@ class MetricsFile:
             shutil.copyfile(path, aside)
             numbers = ", ".join(map(str, bad[:5])) + (" ..." if len(bad) > 5 else "")
             self.damage = f"{path} has lines that cannot be read ({numbers}); as it was it is kept in {aside}"
-        self.earlier_records = [record for record in records if record["step"] <= upto]
+        # All before the step that the run goes on from stays, also what tells of later steps that it gave up before.
+        steps = [place for place, record in enumerate(records) if "loss" in record and record["step"] <= upto]
+        before = steps[-1] if steps else 0
+        self.earlier_records = [r for place, r in enumerate(records) if place < before or r["step"] <= upto]
         # Written under another name and renamed, so that a kill leaves the old file or the new one.
         whole = path.with_suffix(".new")
         whole.write_text("".join(json.dumps(record) + "\n" for record in self.earlier_records))
