@@ -22,7 +22,7 @@ from dualpipe_jax.contract import (
 )
 from dualpipe_jax.engine import checks
 from dualpipe_jax.engine.kinds import sum_marked
-from dualpipe_jax.engine.stages import is_listed
+from dualpipe_jax.engine.stages import PlacedStages, check_num_stages, is_listed
 from dualpipe_jax.engine.trees import as_metric, sum_dtype, types_of
 from dualpipe_jax.parallel.expert_plan import DROPPED
 from dualpipe_jax.parallel.mesh import AXES
@@ -35,9 +35,9 @@ def reference_loss(
 ) -> Callable[..., tuple[jax.Array, Report]]:
     """``loss(params, batch, key=None) -> (loss, Report)``: each microbatch through every stage, one after another.
 
-    Its arguments and results are those of ``Pipeline.loss``, on one device; the model's collectives see axes
-    of size one. Its gradients are summed over microbatches in float32 at least, whatever the parameters'
-    dtype.
+    Its arguments and results are those of ``Pipeline.loss``, on one device, with stages in model order; the
+    model's collectives see axes of size one. Its gradients are summed over microbatches in float32 at least,
+    whatever the parameters' dtype.
 
     >>> import jax, jax.numpy as jnp
     >>> from dualpipe_jax import Out, StagedModel, reference_loss
@@ -62,8 +62,8 @@ def reference_loss(
         metrics: dict[str, Tree] = {}
         dropped = jnp.int32(0)
         x = None
-        for stage, kind in enumerate(model.kind_of):
-            own = stage_of(params["stages"], stage, model.num_stages)
+        stages = of_each_stage(params["stages"], model.num_stages)
+        for stage, (kind, own) in enumerate(zip(model.kind_of, stages, strict=True)):
             microbatch, part = number // num_parts, number % num_parts
             at = At(batch, jnp.int32(stage), microbatch, key_at(key, stage, microbatch, part))
             out = checked_output(kind, model.kinds[kind](own, params["shared"], x, at))
@@ -126,8 +126,10 @@ def _as_given(wide: Tree, params: Tree) -> Tree:
 def num_stages_of(stages: Tree) -> int:
     """The number of stages of leaves [num_stages, ...] or of a list of one tree for each stage.
 
-    Raises ValueError if there are no leaves, if their leading dims differ, or for a list that may be either.
+    Raises ValueError if there are no leaves, if their leading dims differ, for a list that may be either, and for
+    placed stages.
     """
+    _check_in_model_order(stages)
     shapes = [leaf.shape for leaf in jax.tree.leaves(stages)]
     counts = {shape[:1] for shape in shapes}
     stacked = len(counts) == 1 and () not in counts
@@ -149,11 +151,24 @@ def num_stages_of(stages: Tree) -> int:
     return shapes[0][0]
 
 
-def stage_of(stages: Tree, stage: int, num_stages: int) -> Tree:
-    """The parameters of one stage, from leaves [num_stages, ...] or from a list of one tree for each stage."""
+def of_each_stage(stages: Tree, num_stages: int) -> list[Tree]:
+    """The parameters of each stage, from leaves [num_stages, ...] or from a list of one tree for each stage.
+
+    Raises ValueError for placed stages, and for another number of stages.
+    """
+    _check_in_model_order(stages)
     if is_listed(stages, num_stages):
-        return stages[stage]
-    return jax.tree.map(lambda leaf: leaf[stage], stages)
+        return stages
+    check_num_stages(stages, num_stages, "the model")
+    return [jax.tree.map(lambda leaf, stage=stage: leaf[stage], stages) for stage in range(num_stages)]
+
+
+def _check_in_model_order(stages: Tree) -> None:
+    if isinstance(stages, PlacedStages):
+        raise ValueError(
+            "params['stages'] are placed on ranks, which the plain model does not have: bring them to model order with "
+            "Pipeline.unplace (or unplace_stages)."
+        )
 
 
 @typechecked

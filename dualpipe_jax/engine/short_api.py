@@ -130,7 +130,8 @@ def pipeline_loss(
 def sequential_loss(model: PipelineModel, *, has_aux: bool = False) -> Callable[[Tree, Tree, Tree], Any]:
     """The loss of the plain model on one device: ``loss(params, inputs, targets) -> loss``, or ``-> (loss, aux)``.
 
-    Its arguments and results are those of ``pipeline_loss``; see ``reference_loss``. ``PipelineModel`` has an example.
+    Its arguments and results are those of ``pipeline_loss``, with stages in model order; see ``reference_loss``.
+    ``PipelineModel`` has an example.
     """
 
     def plain(params: Tree, batch: Tree) -> Any:

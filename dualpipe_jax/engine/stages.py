@@ -97,20 +97,24 @@ def to_placed(stages: Tree, placement: Placement) -> PlacedStages:
         return stages
     if is_listed(stages, placement.num_model_stages):
         stages = jax.tree.map(lambda *leaves: jnp.stack(leaves), *stages)
-    number = placement.num_model_stages
-    for path, leaf in jax.tree_util.tree_leaves_with_path(stages):
-        # A gather would drop extra stages, and fill missing ones with NaN.
-        if np.shape(leaf)[:1] != (number,):
-            raise ValueError(
-                f"params['stages']{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its leading dim must be the "
-                f"stage, of which the schedule has {number}: [{number}, ...]."
-            )
+    # A gather would drop extra stages, and fill missing ones with NaN.
+    check_num_stages(stages, placement.num_model_stages, "the schedule")
 
     def pick(model_stages):
         in_order = np.array_equal(model_stages, np.arange(placement.num_model_stages))
         return stages if in_order else jax.tree.map(lambda leaf: jnp.take(leaf, model_stages, axis=0), stages)
 
     return PlacedStages(tuple(pick(row) for row in stage_ownership(placement).owned), owned_stages(placement))
+
+
+def check_num_stages(stages: Tree, number: int, whose: str) -> None:
+    """Check that the leaves of stacked stages are [number, ...]. Raises ValueError."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(stages):
+        if np.shape(leaf)[:1] != (number,):
+            raise ValueError(
+                f"params['stages']{jax.tree_util.keystr(path)} has shape {np.shape(leaf)}; its leading dim must be the "
+                f"stage, of which {whose} has {number}: [{number}, ...]."
+            )
 
 
 def _check_placed_for(stages: PlacedStages, placement: Placement) -> None:

@@ -12,10 +12,12 @@ import pytest
 from dualpipe_jax import (
     Out,
     Pipeline,
+    PipelineModel,
     StagedModel,
     make_mesh,
     place_stages,
     reference_value_and_grad,
+    sequential_value_and_grad,
     unplace_stages,
 )
 from dualpipe_jax.arguments import UnfitError
@@ -355,6 +357,19 @@ def test_frozen_is_said_by_bools():
     for name in ("param_specs", "storage_specs", "compute_dtype"):
         with pytest.raises(ValueError, match=f"{name} must be a dict with keys among .*, got .'stage'"):
             pipeline(**{name: {"stage": None}})
+
+
+def test_the_plain_model_takes_as_many_stages_in_model_order():
+    """A function that maps over its parameters' leaves would take all stages of a rank for one."""
+    params, batch = arguments()
+    model = StagedModel({"middle": stage}, ("middle",) * 2)
+    placed = place_stages(params["stages"], zb_v(1, MICROBATCHES), make_mesh(1))
+    for wrong, told in ((placed, "are placed on ranks"), ({"w": jnp.ones(3)}, "of which the model has 2")):
+        with pytest.raises(ValueError, match=rf"params\['stages'\].* {told}"):
+            reference_value_and_grad(model)(params | {"stages": wrong}, batch)
+    plain = PipelineModel(lambda w, x: x, lambda w, x: x * sum(jax.tree.leaves(w)), lambda w, x, y: x.sum())
+    with pytest.raises(ValueError, match="are placed on ranks"):
+        sequential_value_and_grad(plain)({"embed": {}, "stages": placed, "head": {}}, batch, batch)
 
 
 def test_only_what_was_placed_here_is_brought_back():
