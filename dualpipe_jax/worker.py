@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,7 @@ PARTIAL = ".partial"
 """The ending of the name of the file that holds an answer which is not complete yet."""
 
 
-def serve(
-    answers: Callable[[dict[str, Any]], Iterable[dict[str, Any]]], arguments: Sequence[str] | None = None
-) -> int:
+def serve(answers: Callable[[dict[str, Any]], Iterable[dict[str, Any]]]) -> int:
     """Read a request from standard input, and write the answer to the file that the only argument names.
 
     Arguments:
@@ -25,7 +23,7 @@ def serve(
 
     Returns the exit status: 0, or 1 if there is no answer; the file then holds {"error": the reason}.
     """
-    (name,) = sys.argv[1:] if arguments is None else arguments
+    (name,) = sys.argv[1:]
     file, partial = Path(name), Path(name + PARTIAL)
     asked = json.loads(sys.stdin.readline())
     threading.Thread(target=end_with_parent, daemon=True).start()
