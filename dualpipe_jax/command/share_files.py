@@ -80,11 +80,7 @@ def share_in_text(text: str, name: str) -> PartialShare:
     """
     if text.lstrip().startswith("{"):
         entries = json.loads(text)
-        return (
-            parse_share(entries[SHARE_ENTRY], name)
-            if isinstance(entries, dict) and SHARE_ENTRY in entries
-            else PartialShare()
-        )
+        return parse_share(entries[SHARE_ENTRY], name) if SHARE_ENTRY in entries else PartialShare()
     found = _LINE.search(text)
     return parse_share(_json_entries(found[1], name), name) if found else PartialShare()
 
@@ -137,8 +133,8 @@ def parse_share(entries: Mapping[str, Any], name: str) -> PartialShare:
 
 
 def _json_entries(text: str, name: str) -> dict[str, Any]:
+    """The entries of a JSON text that begins with a brace."""
     try:
-        entries = json.loads(text)
+        return json.loads(text)  # type: ignore[no-any-return]
     except (ValueError, RecursionError) as error:
         raise CommandError(f"{name}: not JSON: {error}") from None
-    return entries if isinstance(entries, dict) else {}

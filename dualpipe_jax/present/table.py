@@ -37,19 +37,16 @@ class Table:
         return cls(tuple(columns), tuple(rows), **how)
 
     def __str__(self) -> str:
-        return self.plain()
-
-    def plain(self, between: str = "  ") -> str:
-        """The table as text, aligned with spaces, so that programs can split it too."""
+        """The table as text, aligned with two spaces, so that programs can split it too."""
         widths = [max(map(len, column)) for column in zip(self.head, *self.rows, strict=True)]
         head, *rows = (
-            between.join(
+            "  ".join(
                 cell.ljust(width) if column in self.left else cell.rjust(width)
                 for column, (cell, width) in enumerate(zip(row, widths, strict=True))
             )
             for row in (self.head, *self.rows)
         )
-        rule = [between.join("-" * width for width in widths)] if self.ruled else []
+        rule = ["  ".join("-" * width for width in widths)] if self.ruled else []
         return "\n".join(line.rstrip() for line in (head, *rule, *rows))
 
     def markdown(self) -> str:
