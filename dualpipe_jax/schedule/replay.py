@@ -133,11 +133,11 @@ def fit(timed: Iterable[Timed], placement: Placement) -> CostModel:
             times[kind][_position(placement, actions[0])].append(took)
     found = {kind: {at: statistics.median(t) for at, t in by.items()} for kind, by in times.items()}
     usual = {kind: by.get("middle", min(by.values())) for kind, by in found.items()}
+    if not pairs and not ("F" in usual and ("B" in usual or {"I", "W"} <= usual.keys())):
+        raise ValueError("fit: no forwards or no backwards were measured; give a whole step")
     both = statistics.median(took for _, took in pairs) if pairs else 0.0
     backward = usual.get("B", usual["I"] + usual["W"] if {"I", "W"} <= usual.keys() else both * 2 / 3)
     forward, i, w = usual.get("F", both / 3), usual.get("I", backward / 2), usual.get("W", backward / 2)
-    if not forward or not backward:
-        raise ValueError("fit: no forwards or no backwards were measured; give a whole step")
     extra = {place: _extra_at(found, usual, place) for place in ("first", "middle", "last")}
     alone = [
         took - sum(extra[_position(placement, a)][part] for a in actions for part in _OPS_OF_KIND[a.op.value])

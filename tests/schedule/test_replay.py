@@ -63,6 +63,23 @@ def test_a_simulated_step_is_replayed_as_long_as_it_was(make):
             assert replay(measured).simulated.makespan == pytest.approx(measured.makespan)
 
 
+@pytest.mark.parametrize("costs", [CostModel(F=0), CostModel(I=0, W=0)], ids=["forward", "backward"])
+def test_what_took_no_time_was_measured(costs):
+    measured = ran(one_f_one_b(2, 4), costs)
+    assert (
+        replay(measured).simulated.makespan
+        == measured.makespan
+        == simulate(one_f_one_b(2, 4), costs).makespan
+    )
+
+
+def test_without_forwards_or_backwards_there_are_no_costs():
+    forward, halves = ("F", (Action(0, Op.F, 0),), 1.0), [("I", (Action(0, Op.I, 0),), 1.0)]
+    for timed in ([forward], [forward, *halves], halves):
+        with pytest.raises(ValueError, match="fit: no forwards or no backwards were measured"):
+            fit(timed, Placement.linear(2))
+
+
 def test_transfers_of_which_only_the_ends_are_waited_for():
     """Two ranks that run two forwards each while the first of them is sent; the last slots then come late besides."""
     first = "0F0 0F1 3F0 3F1 3B0 3B1 0B0 0B1", "2F0 2F1 1F0 1F1 1B0 1B1 2B0 2B1"
