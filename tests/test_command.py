@@ -166,6 +166,11 @@ def test_compare_and_choose_show_how_sends_and_jitter_change_the_ranking(capsys)
             assert refused(capsys, 2, command, *SMALL, "--jitter", jitter).startswith(message)
 
 
+def test_a_search_that_finds_nothing_advises_by_the_option(capsys):
+    told = refused(capsys, 1, "choose", *SMALL, "--memory-limit", "0.5", "--search", "0.01")
+    assert re.search(r"search +got --memory-limit 0.5, but .*; try --memory-limit 1 or more", told)
+
+
 @pytest.mark.parametrize("unit", ["1e-10", "36300000.1"])
 def test_the_order_does_not_depend_on_the_unit_of_time(capsys, unit):
     def order(f):

@@ -87,4 +87,4 @@ def _why_not(candidate: "Candidate", share: RankShare, limit: float) -> str:
         rank = candidate.memory.index(candidate.peak)
         size = share.units.size
         return f"needs {size(candidate.peak)} on rank {rank}, but the limit is {size(limit)}"
-    return candidate.refused.removeprefix(f"{candidate.name}: ")
+    return candidate.refused.removeprefix(f"{candidate.name}: ").replace("memory_limit=", "--memory-limit ")
