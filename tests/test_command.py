@@ -814,7 +814,9 @@ def test_stashes_are_limited_everywhere(capsys):
         facts = json.loads(printed(capsys, *command, *SMALL, "--max-stash", "1", "--json"))
         row = next(row for row in facts["schedules"] if row["name"] == "dualpipe")
         assert row["makespan"] == simulate(limited).makespan > simulate(dualpipe(4, 8)).makespan
-    assert "most must be 0 or more" in refused(capsys, 2, "show", "dualpipe", *SMALL, "--max-stash", "-1")
+    for command in (["show", "dualpipe"], ["compare"], ["choose"]):
+        told = refused(capsys, 2, *command, *SMALL, "--max-stash", "-1")
+        assert told == "error: --max-stash -1: must not be negative\n"
 
 
 def test_search_for_programs(capsys):

@@ -150,6 +150,10 @@ class Shape:
     """How many stashes, what I hands on to W, a rank may keep at a time. Backwards beyond that are not split.
     If left out, there is no limit."""
 
+    def __post_init__(self):
+        if self.max_stash is not None and self.max_stash < 0:
+            raise CommandError(f"--max-stash {self.max_stash}: must not be negative")
+
     def given(self) -> dict[str, int]:
         """The keyword arguments for recipes that were given."""
         named = {"num_stages_per_rank": self.stages_per_rank, "num_waves": self.waves}
