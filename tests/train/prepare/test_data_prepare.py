@@ -295,6 +295,12 @@ def test_filters_at_their_edges(text, asked, why):
     )
 
 
+def test_a_share_is_held_out_exactly(tmp_path):
+    """0.29 * 100 is 28.999999999999996."""
+    made = prepare(tmp_path / "out", [write_lines(tmp_path / "a.jsonl", texts(100))], held_out=0.29)
+    assert [shard.documents for shard in (*made.heldout, *made.train)] == [29, 71]
+
+
 def test_half_a_pair_of_surrogates_is_no_question_mark(tmp_path):
     """JSON may hold it, and no text of UTF-8 can."""
     (tmp_path / "a.jsonl").write_text('{"text": "fine"}\n{"text": "\\ud83d"}\n')

@@ -1,5 +1,7 @@
 """Several processes as one program: what each draws, what they must have in common, how they meet."""
 
+import json
+
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -7,6 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from dualpipe_jax.parallel import make_mesh
 from tests.two_processes import what_both_say
 from train.config import ConfigError, configure
+from train.processes import coordination
 from train.processes.group import Processes, common_facts, differences, make_global_batch, refuse_idle
 from train.processes.stragglers import Stragglers, describe, excess_over_median
 
@@ -38,9 +41,8 @@ def test_what_differs_is_named_with_who():
         "  option seed: 1 on process 0, 2 on process 2 and 1 more",
         "  corpus: abc on process 0, abd on process 2 and 1 more",
     ]
-    assert common_facts(configure(process_id=0), "abc") == common_facts(configure(process_id=1), "abc"), (
-        "who one is may differ"
-    )
+    one, other = (configure(process_id=n, coordinator_bind=f"{n}:1") for n in (0, 1))
+    assert common_facts(one, "abc") == common_facts(other, "abc"), "who one is may differ"
 
 
 def test_a_process_without_devices_of_the_mesh_is_refused():
@@ -60,6 +62,12 @@ def test_alone_nothing_waits():
     assert alone.any_problem("broken") == "broken" and alone.any_problem(None) is None
     assert alone.decide(True) and not alone.decide(False) and not alone.preempted()
     assert Stragglers(alone, 1).report(1) is None
+
+
+def test_what_is_gathered_is_in_the_order_of_processes(monkeypatch):
+    monkeypatch.setattr(coordination, "wait_for_value", json.dumps)
+    monkeypatch.setattr(coordination, "delete_value", lambda key: None)
+    assert Processes(0, 4).gather("mine") == ["mine", "train/1/1", "train/1/2", "train/1/3"]
 
 
 def test_the_slowest_and_its_excess():

@@ -6,6 +6,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 import time
 from datetime import datetime
 from pathlib import Path
@@ -375,6 +376,57 @@ def test_who_is_stopped_is_told_from_who_waited_too_long(tmp_path, monkeypatch):
     outcome = run_once(lines, tmp_path / "0", StopRequests(), os.environ)
     assert outcome.failed == (1,)
     assert outcome.why == "process 1 was stopped in its start; then process 0 ended with code 1"
+
+
+def test_who_gives_no_sign_of_life_is_told_from_who_takes_long(tmp_path, monkeypatch):
+    """One that is not stopped may be silent for longer: Python starts slowly on a busy machine."""
+    monkeypatch.setattr(watcher, "SILENT_S", 0.3)
+    requests = StopRequests()
+    # Nobody would end a stopped process that is not noticed.
+    end = threading.Timer(60, lambda: [requests.handle(signal.SIGTERM, None) for _ in range(2)])
+    end.start()
+    outcome = run_once(
+        [[sys.executable, "-c", STOPS, str(tmp_path / "pid")]], tmp_path / "0", requests, os.environ
+    )
+    end.cancel()
+    assert (outcome.code, outcome.failed) == (None, (0,))
+    assert outcome.why.endswith(" s (it is stopped), last in its start")
+    slow = [sys.executable, "-c", "import time; time.sleep(1)"]
+    assert run_once([slow], tmp_path / "1", StopRequests(), os.environ).code == 0
+    monkeypatch.setattr(watcher, "STARTING_S", 0.3)
+    outcome = run_once([slow], tmp_path / "2", StopRequests(), os.environ)
+    assert outcome.failed == (0,) and outcome.why.startswith("process 0 gave no sign of life for ")
+
+
+STUBBORN = """
+import signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+Path(sys.argv[1]).touch()
+time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize(
+    ("times", "patience", "told"),
+    [(1, 0.8, "told to stop, and not done after 1 s"), (2, 60.0, "told to stop: process 0 died of SIGKILL")],
+)
+def test_who_does_not_save_in_time_or_is_told_twice_is_ended(tmp_path, monkeypatch, times, patience, told):
+    monkeypatch.setattr(watcher, "STOPPING_S", patience)
+    requests = StopRequests()
+
+    def ask():
+        wait_for((tmp_path / "there").exists)
+        for _ in range(times):
+            requests.handle(signal.SIGTERM, None)
+            time.sleep(0.5)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    line = [sys.executable, "-c", STUBBORN, str(tmp_path / "there")]
+    outcome = run_once([line], tmp_path / "0", requests, os.environ)
+    asking.join()
+    assert (outcome.code, outcome.why) == (143, told)
 
 
 @pytest.mark.parametrize(
