@@ -3,6 +3,7 @@
 import functools
 import io
 import json
+import os
 import re
 import shutil
 import signal
@@ -22,12 +23,13 @@ from models.decode.text import ByteTokenizer
 from models.weights.__main__ import main as convert
 from tests.models.decode.small_models import random_params, small, whole
 from tests.train.state.test_state import by_name
-from train.config import TrainConfig
+from train.config import TrainConfig, configure
 from train.data.vocabulary import BYTES, open_vocabulary
 from train.generate.__main__ import main
-from train.generate.loading import load
+from train.generate.loading import find, load
 from train.generate.modes import _parse_line, make_engine
 from train.generate.options import Options
+from train.options import options_as_dict
 from train.state.facts import describe, step_facts
 from train.state.fingerprint import fingerprints
 
@@ -190,7 +192,7 @@ def test_a_damaged_step_is_a_line_and_the_one_before_is_taken(run, tmp_path, cap
     for path in (tmp_path / "checkpoints" / "30").glob("state/d/*"):
         path.unlink()
     said, options = [], Options(source=tmp_path)
-    make_engine(load(options, said.append), options, 1, 64, said.append)
+    make_engine(load(options, said.append), options, 1, 33, said.append)
     told, served = said
     assert served == f"{tmp_path}, step 20: 2 layers, 256 tokens, 64 positions a request"
     words = "warning: .*/30: cannot be read: ValueError: NOT_FOUND: .*; trying an earlier step"
@@ -236,6 +238,32 @@ def test_a_run_has_its_own_tokenizer(tmp_path, separator):
     (tmp_path / "own.json").unlink()
     found = load(Options(source=run), print)
     assert found.tokenizer.encode("a").tolist() == [0] and found.stop == (1,)
+
+
+def test_a_text_ends_at_the_tokens_of_all_that_is_published(tmp_path):
+    config = small(vocab=256)
+    models.weights.save(tmp_path, config, random_params(config), extra={"eos_token_id": 7})
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "</s>": 5}, unk_token="a"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert load(Options(source=tmp_path), print).stop == (3, 4, 5, 7)
+
+
+@pytest.mark.parametrize("trained", ["float32", "bfloat16"])
+def test_a_run_computes_in_what_it_was_trained_in_unless_told_otherwise(trained, tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    checkpoint(tmp_path, 1, options=options_as_dict(configure(precision=trained)))
+    for asked, wanted in (("as-is", trained), ("float32", "float32"), ("bfloat16", "bfloat16")):
+        assert load(Options(source=tmp_path, precision=asked), print).config.compute_dtype == wanted
+
+
+def test_without_a_name_it_is_the_run_that_saved_last(tmp_path):
+    for name, when in (("b", 300), ("a", 500), ("c", 400), ("none", 600)):
+        saved = tmp_path / name / "checkpoints"
+        (saved / "1" if name != "none" else saved).mkdir(parents=True)
+        os.utime(saved, (when, when))
+    assert find(None, tmp_path) == tmp_path / "a"
 
 
 def test_folders_without_what_is_needed(tmp_path, capsys, monkeypatch):
