@@ -63,15 +63,17 @@ def a_batch(**more):
 
 
 def packed():
-    """Documents of uneven lengths, padding at the end, targets that do not count, a weight of its own."""
+    """Documents of uneven lengths, padding at the end, targets that do not count, a weight of its own.
+
+    Of the first of four microbatches no target counts.
+    """
     rng = np.random.default_rng(1)
     valid = np.arange(SEQ) < rng.integers(4, SEQ + 1, (NUM, SIZE, 1))
-    return a_batch(
-        segment_ids=np.cumsum(rng.random((NUM, SIZE, SEQ)) < 0.25, -1).astype(np.int32),
-        valid=valid,
-        mask=rng.random((NUM, SIZE, SEQ)) < 0.7,
-        mtp_weight=rng.uniform(0.1, 0.9, (NUM, SIZE)).astype(np.float32),
-    )
+    segments = np.cumsum(rng.random((NUM, SIZE, SEQ)) < 0.25, -1).astype(np.int32)
+    mask = rng.random((NUM, SIZE, SEQ)) < 0.7
+    mask[0, : SIZE // 2] = False
+    weight = rng.uniform(0.1, 0.9, (NUM, SIZE)).astype(np.float32)
+    return a_batch(segment_ids=segments, valid=valid, mask=mask, mtp_weight=weight)
 
 
 @functools.cache
