@@ -94,6 +94,15 @@ def test_what_the_program_refuses_is_not_proposed(limit, wanted):
     assert [one.option for one in remedies(Plan("v3"), limit, needed)] == wanted
 
 
+def test_what_saves_next_to_nothing_is_passed_over_where_others_are_enough():
+    def needed(plan):
+        saved = {"none": 0, "keys": 0, "local": 0, "wide": 300, "all": 400}[plan.remat]
+        return 1000 - saved - 5 * (plan.shard != "nothing")
+
+    found = remedies(Plan("v3"), 697, needed)  # to which --shard optimizer --remat wide would do
+    assert [(one.option, one.needed) for one in found] == [("--remat all", 600)]
+
+
 def test_what_the_plan_has_already_is_not_proposed():
     plan = Plan("v3", remat="local", shard="optimizer", max_stash=2, dispatch="capacity")
     sizes = {"none": 500, "local": 400, "wide": 300, "all": 100}

@@ -424,6 +424,17 @@ def test_stages_that_are_twice_as_long_are_expected_to_take_twice_as_many_minute
     assert priced[:2] == compiled
 
 
+@pytest.mark.parametrize("minutes", [40.0, 39.0])
+def test_shorter_stages_are_not_expected_to_take_fewer_minutes(monkeypatch, minutes):
+    used = [0.0]
+    monkeypatch.setattr(cpu_budget, "_minutes", lambda: used[0])
+    (two, four), _ = planner.cases(wanted(schedules=("1f1b",), pp=(2, 4), tokens=16384), 8)
+    budget = cpu_budget.CpuBudget(minutes)
+    with budget.recording(two):
+        used[0] += 20.0
+    assert budget.allows(four) == budget.allows(two) == (minutes == 40.0)
+
+
 def test_the_page_shows_what_nearly_fits_and_each_other_reason_and_programs_get_all(capsys):
     search = asking()
     sizes = {("dualpipe", "all"): 9, ("dualpipe", "none"): 99, ("zb_v", "all"): 10, ("zb_v", "none"): 98}

@@ -365,15 +365,23 @@ def planned(tmp_path, *more):
     return main([*asked.split(), "--schedule", "dualpipe", "1f1b", "--cache", kept, *more])
 
 
-@pytest.mark.parametrize("dropped, ways", [(None, ["dropless"]), (0.01, ["dropless", "capacity"])])
+@pytest.mark.parametrize(
+    "dropped, more, ways",
+    [
+        (None, [], ["dropless"]),
+        (0.01, [], ["dropless", "capacity"]),
+        # Of two hops nobody counts what is dropped.
+        (None, ["--ep-nodes", "2"], ["dropless", "capacity"]),
+    ],
+)
 def test_ways_to_experts_are_told_apart_if_any_token_goes_there(
-    studied, tmp_path, monkeypatch, dropped, ways
+    studied, tmp_path, monkeypatch, dropped, more, ways
 ):
     asked, _ = studied
     study = answers.ask_pods
     answered = lambda *args, **how: dataclasses.replace(study(*args, **how), dropped=dropped)  # noqa: E731
     monkeypatch.setattr(answers, "ask_pods", answered)
-    assert planned(tmp_path, "--dispatch", *planner.DISPATCHES) == 0
+    assert planned(tmp_path, "--dispatch", *planner.DISPATCHES, *more) == 0
     assert list(dict.fromkeys(plan.dispatch for plan, _ in asked)) == ways
     assert command.Plan("v5e:2x4").dispatch == ("dropless", "capacity"), "the trainer's own comes first"
 

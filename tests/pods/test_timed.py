@@ -49,8 +49,11 @@ def test_units_of_rounds_by_hand(monkeypatch):
     for number, unit in enumerate(table.units):
         (stand,) = (stand for stand in unit[1:] if stand is not None)
         found[number] = CpuTime(3 + 6 * (0.5 + seconds[unit.op, kinds[stand.kind]]), 6)
-    odd = {number: CpuTime(2 * spent.seconds, spent.ticks) for number, spent in found.items()}
-    read = timed.read(table, drawn, [found, odd, found], {})
+    slow, fast = (
+        {number: CpuTime(times * spent.seconds, spent.ticks) for number, spent in found.items()}
+        for times in (2, 0.5)
+    )
+    read = timed.read(table, drawn, [slow, fast, found], {})
     # A rank's two devices keep both cores busy, so a unit of 2 core seconds takes one on the clock.
     assert read.units[UnitKey("F")].cycles == pytest.approx(2.0 / 2 * 1e9), (
         "the slower of both kinds stands for most"
