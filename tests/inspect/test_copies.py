@@ -63,6 +63,29 @@ def test_a_fusion_that_only_moves_is_a_copy():
     assert [c.name for c in copies(FUSED, in_loops=False)] == ["f"]
 
 
+ASKING = """HloModule by_hand, is_scheduled=true
+
+%asks (s: f32[512,1024]) -> pred[] {
+  %s = f32[512,1024]{1,0} parameter(0)
+  %copied = f32[512,1024]{1,0} copy(%s)
+  ROOT %p = pred[] constant(false)
+}
+
+%goes (s: f32[512,1024]) -> f32[512,1024] {
+  ROOT %s.1 = f32[512,1024]{1,0} parameter(0)
+}
+
+ENTRY %main (x: f32[512,1024]) -> f32[512,1024] {
+  %x = f32[512,1024]{1,0} parameter(0)
+  ROOT %w = f32[512,1024]{1,0} while(%x), condition=%asks, body=%goes
+}
+"""
+
+
+def test_what_the_condition_of_a_loop_copies_is_copied_in_every_trip():
+    assert [(c.name, c.in_loop) for c in copies(ASKING)] == [("copied", True)]
+
+
 def updated_in_place(pool, x):
     def tick(pool, slot):
         return lax.dynamic_update_index_in_dim(pool, x, slot, 0), None

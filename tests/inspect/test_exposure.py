@@ -116,6 +116,22 @@ def test_what_costs_most_stands_first():
     assert (second.cause, second.elsewhere) == ("order", 3 * 800), "a loop is work, its waits are not"
 
 
+def test_of_a_loop_in_a_loop_each_round_counts():
+    def body(name, *lines):
+        return (
+            "\n  ".join([f"%{name} (x: f32[256]) -> f32[256] {{", "%x = f32[256]{0} parameter(0)", *lines])
+            + "\n}\n"
+        )
+
+    def loop(name, trips):
+        known = f'backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+        return f"%w.{name} = f32[256]{{0}} while(%x), condition=%none, body=%{name}, {known}"
+
+    more = body("inner", start("b"), done("b")) + body("outer", loop("inner", 2))
+    (found,) = explained(loop("outer", 3), more=more)
+    assert (found.collective.name, found.times, found.lost) == ("b", 6, 6 * FLIGHT)
+
+
 def graph(rng, works):
     """Works that read earlier ones, a send and what comes back: name -> (cycles, names that it needs)."""
     found = {}

@@ -324,6 +324,19 @@ def test_a_conditional_costs_its_longest_branch():
     assert found["long"].context == "main/c branch 1"
 
 
+def test_waits_inside_a_branch_are_no_work():
+    bodies = {"short": [work("v", 10)], "long": [start("a"), work("w", 24), done("a")]}
+    branches = "".join(
+        f"%{name} (p: f32[256]) -> f32[256] {{\n  %x = f32[256]{{0}} parameter(0)\n  "
+        + "\n  ".join(lines)
+        + "\n}\n"
+        for name, lines in bodies.items()
+    )
+    text = module("%c = f32[256] conditional(%x, %x, %x), branch_computations={%short, %long}", more=branches)
+    main = overlap(text, BYTE_A_CYCLE).computations["main"]
+    assert (main.cycles, main.waits) == (KIB, KIB - 24)
+
+
 def test_waits_inside_a_loop_are_no_work():
     lines = [start("a"), work("w", 24), done("a")]
     head = "%body (p: f32[256]) -> f32[256] {\n  %x = f32[256]{0} parameter(0)\n"

@@ -138,6 +138,8 @@ def test_every_part_of_the_account_by_hand():
     assert list(account) == list(expected)
     assert account == pytest.approx(expected, abs=1e-3 * units["F"].cycles / 100)
     assert step.update_cycles == 7000 and "6 for each parameter" in step.counted
+    dropless = dataclasses.replace(plan, dispatch="dropless")  # does no work on room that nobody fills
+    assert step_time.useful_seconds(drawn, TARGET.device, dropless).unfilled == 0
 
 
 def test_routed_operations_of_v3_by_hand():
