@@ -143,7 +143,7 @@ class Engine:
             whole = (
                 self._weights if mesh is None else experts.without_placement(self._weights, self._placement)
             )
-            digest = model_digest(self.config, whole, drafts)
+            digest = model_digest(self.config, whole, drafts, *model.numerics)
             self._disk_blocks = DiskBlocks(prefixes, digest, *block)
 
     @property

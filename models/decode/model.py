@@ -69,6 +69,8 @@ class Decoder:
       draft_logits: the same, from the x that ``draft`` returned.
       fresh: ``fresh() -> Decoder``, the same model for rows that all start at position 0; see
         ``cached_attention``.
+      numerics: what latents depend on besides config and weights, order of sums aside: eight bits, dropped
+        assignments, and what drafts read.
     """
 
     config: Config
@@ -80,6 +82,7 @@ class Decoder:
     logits: Callable[[Tree, Array], Array]
     draft_logits: Callable[[Tree, Array], Array]
     fresh: Callable[[], "Decoder"]
+    numerics: tuple[object, ...]
 
 
 # Equal arguments return the same object, and with it what jax.jit has compiled of its functions.
@@ -174,6 +177,7 @@ def decoder(
             mtp_after_norm=mtp_after_norm,
             platform=platform,
         ),
+        (kernels.matmul == "float8", dispatch.payload, dispatch.factor, mtp_after_norm),
     )
 
 

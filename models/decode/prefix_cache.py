@@ -24,6 +24,7 @@ from jax import Array
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.functional import Tree
 from models.config import Config
 from models.lazy import on_host
@@ -36,6 +37,7 @@ ABANDONED_SECONDS = 3600.0
 """The seconds after which an unfinished file counts as abandoned, and may be deleted."""
 
 
+@typechecked
 @dataclasses.dataclass(frozen=True)
 class PrefixFolder:
     """A folder in which blocks are kept.

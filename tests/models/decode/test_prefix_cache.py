@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dualpipe_jax.arguments import ArgumentError
+from models import Dispatch, Kernels
 from models.decode import Engine, Limits, PrefixFolder, SamplingParams, decoder
 from models.decode.blocks import keys_of
 from models.decode.prefix_cache import FORMAT, DiskBlocks, model_digest
@@ -85,6 +87,21 @@ def test_other_weights_numbers_or_types_are_other_files(folder, warnings):
     different = [model_digest(CONFIG, params), model_digest(CONFIG, params, True), model_digest(CONFIG, wide)]
     different += [model_digest(dataclasses.replace(CONFIG, norm_eps=1e-5), params)]
     assert len(set(different)) == 4 and different[0] == model_digest(CONFIG, random_params(CONFIG))
+
+
+def test_what_a_model_rounds_otherwise_is_other_files(folder):
+    """Latents of experts in eight bits are not those of experts in 32, though config and weights are the same."""
+    built = [
+        decoder(CONFIG),
+        decoder(CONFIG, kernels=Kernels(matmul="float8")),
+        decoder(CONFIG, dispatch=Dispatch(payload="float8")),
+        decoder(CONFIG, dispatch=Dispatch(factor=1.0)),
+        decoder(CONFIG, mtp_after_norm=True),
+    ]
+    found = {
+        Engine(model, random_params(CONFIG), LIMITS, prefixes=folder)._disk_blocks._model for model in built
+    }
+    assert len(found) == 5
 
 
 def flip(file):
@@ -213,6 +230,8 @@ def test_no_room_on_the_disk_is_said_once_and_harms_nobody(tmp_path, warnings, n
 def test_limits_of_a_folder(tmp_path):
     with pytest.raises(ValueError, match="PrefixFolder: max_bytes is 0, must be at least 1"):
         PrefixFolder(tmp_path, 0)
+    with pytest.raises(ArgumentError, match="parameter path='kept' violates"):
+        PrefixFolder("kept")
     with pytest.raises(ValueError, match="max_bytes is 1000, and a block alone takes 96; give room for 16"):
         disk_blocks(PrefixFolder(tmp_path, 1000))
     with pytest.warns(UserWarning, match="is left aside"):
