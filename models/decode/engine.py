@@ -451,7 +451,9 @@ class Engine:
         self._scheduler.release(request)
         numbers = int(request.num_drafted), int(request.num_accepted), request.num_reused
         of_prompt = len(request.prompt) - 1 if request.params.score_prompt else 0
-        scores = tuple(request.scores[of_prompt:]), tuple(request.scores[:of_prompt])
+        # on_score hears of a token first, and may end the request before the token is taken.
+        end = of_prompt + len(request.tokens)
+        scores = tuple(request.scores[of_prompt:end]), tuple(request.scores[:of_prompt])
         self._ended.append(Completion(request.id, tuple(request.tokens), reason, error, *numbers, *scores))
 
     def _count(self, uncounted: Sequence[Array]) -> None:

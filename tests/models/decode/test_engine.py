@@ -463,6 +463,7 @@ def test_whoever_asks_how_likely_tokens_are_has_to_be_able_to_hear_it():
     serving.add(prompt, SamplingParams(max_tokens=3, likeliest=0), None, fails)
     (ended,) = serving.run()
     assert ended.finish_reason == "error" and ended.error == "on_score raised KeyError('theirs')"
+    assert not ended.tokens and not ended.scores, "a token that is not taken has no score"
     serving.add(prompt, SamplingParams(max_tokens=3, likeliest=0, score_prompt=True), None, fails)
     (ended,) = serving.run()
     assert ended.error == "on_score raised KeyError('theirs')" and not ended.tokens
