@@ -152,7 +152,7 @@ def check_request(prompt: np.ndarray, params: SamplingParams, limits: Limits, vo
         raise RequestError("the prompt is empty: give at least one token")
     if not np.issubdtype(prompt.dtype, np.integer):
         raise RequestError(f"the prompt's tokens are {prompt.dtype}, must be integers")
-    for what, tokens in (("prompt holds", prompt), ("stop tokens hold", np.asarray(params.stop, np.int64))):
+    for what, tokens in (("prompt holds", prompt), ("stop tokens hold", np.asarray(params.stop, object))):
         unknown = tokens[(tokens < 0) | (tokens >= vocab)]
         if unknown.size:
             raise RequestError(

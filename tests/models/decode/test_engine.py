@@ -271,6 +271,7 @@ def test_requests_are_cancelled_waiting_or_served_even_by_their_own_callback():
         ([1, 48], {}, "the prompt holds token 48, which the model does not know: its tokens are 0 to 47; is this"),
         ([-1], {}, "the prompt holds token -1, which the model does not know"),
         ([1], {"stop": (2, 99)}, "the stop tokens hold token 99, which the model does not know"),
+        ([1], {"stop": (2**70,)}, f"the stop tokens hold token {2**70}, which the model does not know"),
         ([1], {"max_tokens": 0}, "max_tokens is 0, must be at least 1"),
         ([1], {"temperature": -1.0, "top_p": 0.0}, "temperature is -1.0, must be 0 or more; top_p is 0.0, must be"),
         ([1], {"temperature": float("nan")}, "temperature is nan, must be 0 or more"),
