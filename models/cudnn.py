@@ -236,6 +236,5 @@ def _supports_unequal_widths() -> bool:
 def _wants_deterministic_results() -> bool:
     """Return whether ``XLA_FLAGS`` ask for results with the same bits each time."""
     asked = os.environ.get("XLA_FLAGS", "").split()
-    return any(
-        f"--xla_gpu_{name}=true" in asked for name in ("deterministic_ops", "exclude_nondeterministic_ops")
-    )
+    names = "deterministic_ops", "exclude_nondeterministic_ops"
+    return any(f"--xla_gpu_{name}{on}" in asked for name in names for on in ("", "=1", "=true"))

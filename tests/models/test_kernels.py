@@ -219,9 +219,10 @@ def test_cudnn_is_told_what_jax_tells_it(backward):
     assert said(ours) == said(json.loads(theirs))
 
 
-def test_where_sums_have_one_order_the_backward_call_says_so(monkeypatch):
+@pytest.mark.parametrize("on", ["", "=1", "=true"])
+def test_where_sums_have_one_order_the_backward_call_says_so(monkeypatch, on):
     """Left to XLA, it says so of the first call alone, and does not know a second one of the same."""
-    monkeypatch.setenv("XLA_FLAGS", "--xla_other=1 --xla_gpu_deterministic_ops=true")
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_other=1 --xla_gpu_deterministic_ops{on}")
     said = [
         config((1, 2, 8), jnp.bfloat16, 1.0, backward=backward)["cudnn_fmha_backend_config"].get(
             "force_deterministic"
