@@ -14,6 +14,9 @@ from models.serve.errors import Refused
 
 Prompt = str | list[int]
 
+# Python writes no integer of more than 4300 digits into a message; JSON may hold one of that length.
+_Count = Annotated[int, Field(ge=1, lt=2**31)]
+
 
 def _as_prompts(given: Any) -> list[Prompt]:
     """The prompts as a list, from one text, one list of tokens, or a list of either."""
@@ -62,7 +65,7 @@ class _RequestBody(_Strict):
     model: str
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
-    n: int = Field(1, ge=1)
+    n: _Count = 1
     seed: int | None = None
     stop: Annotated[list[str], BeforeValidator(_as_stops), AfterValidator(_check_stops)] = []
     stream: bool = False
@@ -77,7 +80,7 @@ class _RequestBody(_Strict):
 class CompletionRequest(_RequestBody):
     """The parameters of a request for completions."""
 
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: _Count = 16
     logprobs: int | None = Field(None, ge=0, le=MAX_LIKELIEST)
     prompt: Annotated[list[Prompt], BeforeValidator(_as_prompts), Field(min_length=1)]
     echo: bool = False
@@ -113,8 +116,8 @@ class ChatRequest(_RequestBody):
     """The parameters of a request for a chat. Without ``max_tokens`` a text may take all positions that are left."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_LIKELIEST)
     # Not supported either: only the values that change nothing are accepted.

@@ -203,6 +203,8 @@ def test_a_text_ends_before_the_first_of_the_words_that_stop_it(server, client):
         ({"presence_penalty": 1.0}, 400, "presence_penalty", "presence_penalty: Input should be less than or equal"),
         ({"stop": ["a", ""]}, 400, "stop", "stop: must be at most 4 texts, none of them empty"),
         ({"stop": list("abcde")}, 400, "stop", "stop: must be at most 4 texts, none of them empty"),
+        ({"max_tokens": 10**4299}, 400, "max_tokens", "max_tokens: Input should be less than 2147483648"),
+        ({"n": 10**4299, "prompt": ["x"] * 10}, 400, "n", "n: Input should be less than 2147483648"),
         ({"n": 17}, 400, "n", "1 prompts with n 17 are 17 texts, the limit is 16 in one request: ask in several"),
     ],
 )  # fmt: skip
