@@ -108,7 +108,7 @@ class Scheduler:
 
     def keys(self, request: Request, num_fed: int) -> list[bytes]:
         """The keys of the whole blocks among the first ``num_fed`` positions of a request."""
-        text = [*request.prompt, *request.tokens]
+        text = np.append(request.prompt, np.asarray(request.tokens, np.int32))
         keys = keys_of(text, self._limits.block_size, ahead=self._ahead)
         return keys[: num_fed // self._limits.block_size]
 
