@@ -186,10 +186,14 @@ class Engine:
           RequestError: the request can never be served; the message says why.
         """
         tokens = np.asarray(prompt)
-        check_request(tokens, params, self._device_limits, self.config.vocab)
+        self.check(tokens, params)
         request = Request(next(self._ids), tokens.astype(np.int32), params, on_token, on_score)
         self._scheduler.waiting.append(request)
         return request.id
+
+    def check(self, prompt: np.ndarray, params: SamplingParams) -> None:
+        """Raise a RequestError that says why, if a request can never be served. Any thread may call this."""
+        check_request(prompt, params, self._device_limits, self.config.vocab)
 
     def cancel(self, number: int) -> None:
         """End a request; the next step returns its completion. A request that has ended is left alone."""

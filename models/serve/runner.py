@@ -12,9 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from models.config import Config
 from models.decode import Completion, Limits, RequestError, SamplingParams, Score
-from models.decode.requests import check_request
 from models.serve.errors import Refused
 
 OnUpdate = Callable[[Sequence[int], Sequence[Score], Completion | None], None]
@@ -25,7 +23,6 @@ completion."""
 class EngineLike(Protocol):
     """The interface of the engine that is run: ``models.decode.Engine``."""
 
-    config: Config
     limits: Limits
 
     @property
@@ -36,6 +33,8 @@ class EngineLike(Protocol):
 
     @property
     def num_used_blocks(self) -> int: ...
+
+    def check(self, prompt: np.ndarray, params: SamplingParams, /) -> None: ...
 
     def add(
         self,
@@ -120,7 +119,7 @@ class Runner:
 
     def check(self, prompt: np.ndarray, params: SamplingParams) -> None:
         """Raise a RequestError if a text can never be generated. Any thread may call this."""
-        check_request(prompt, params, self._engine.limits, self._engine.config.vocab)
+        self._engine.check(prompt, params)
 
     def check_alive(self, seconds: float) -> None:
         """Raise Refused, 503, once the thread has failed or one step has taken longer than ``seconds``."""

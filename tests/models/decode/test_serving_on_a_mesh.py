@@ -12,6 +12,7 @@ from dualpipe_jax.balance import Layout, balance
 from dualpipe_jax.parallel import make_mesh
 from models import Dispatch
 from models.decode import Engine, Limits, RequestError, SamplingParams, decoder
+from models.serve import Runner
 from tests.models.decode.small_models import COMPILED, continued, drawn, random_params, small
 from tests.two_processes import what_both_say
 
@@ -141,10 +142,12 @@ def test_what_does_not_fit_together_is_refused():
     serving = Engine(model(), random_params(CONFIG), LIMITS, mesh=mesh())
     with pytest.raises(ValueError, match="the new placement has 3 slots a device, the old one 2"):
         serving.rebalance(TWICE)
-    with pytest.raises(RequestError, match="take 4 blocks of 4 positions, and a device's cache has 3 in all"):
-        Engine(model(), random_params(CONFIG), Limits(4, 16, 4, num_blocks=6), mesh=mesh()).add(
-            [1] * 8, SamplingParams(max_tokens=8)
-        )
+    serving = Engine(model(), random_params(CONFIG), Limits(4, 16, 4, num_blocks=6), mesh=mesh())
+    for refuses in (serving.add, Runner(serving, 0).check):  # a server says so before it adds it
+        with pytest.raises(
+            RequestError, match="take 4 blocks of 4 positions, and a device's cache has 3 in all"
+        ):
+            refuses(np.ones(8, np.int32), SamplingParams(max_tokens=8))
 
 
 @pytest.mark.slow

@@ -7,9 +7,9 @@ import threading
 import numpy as np
 
 from models.decode import Completion, Limits, SamplingParams
+from models.decode.requests import check_request
 from models.decode.text import ByteTokenizer
 from models.serve import HttpLimits, Runner, Served, bind, make_app, serve
-from tests.models.decode.small_models import small
 
 LONG = 120
 """Seconds that a client waits for what has to be compiled first, perhaps on a busy machine."""
@@ -62,7 +62,7 @@ class Slow:
     """Gives each of its requests the letter a once for every time that it is told to go on."""
 
     def __init__(self, max_requests=2):
-        self.config, self.limits = small(vocab=256), Limits(max_requests=max_requests, max_positions=64)
+        self.limits = Limits(max_requests=max_requests, max_positions=64)
         self.go_on = threading.Semaphore(0)
         self.cancelled = []
         self.trouble = None
@@ -78,6 +78,9 @@ class Slow:
         return len(self._open)
 
     num_used_blocks = num_running
+
+    def check(self, prompt, params):
+        check_request(prompt, params, self.limits, 256)
 
     def add(self, prompt, params: SamplingParams, on_token, on_score):
         number = len(self._open) + len(self.cancelled)
