@@ -82,16 +82,12 @@ def model_digest(config: Config, weights: Tree, *inputs: object) -> str:
 
 
 class DiskBlocks:
-    """The blocks of one model (see ``model_digest``) in a folder. Reads are synchronous; a thread of its own writes.
-
-    Raises ValueError if the folder has no room for 16 blocks of latents of this shape and dtype.
-    """
+    """The blocks of one model (see ``model_digest``) in a folder. Reads are synchronous; a thread of its own writes."""
 
     MAX_PENDING = 256
     """The largest number of blocks that wait to be written; further ones are not kept."""
 
     def __init__(self, folder: PrefixFolder, model: str, shape: tuple[int, ...], dtype: np.dtype):
-        folder.check_room(shape, dtype)
         self._folder, self._model, self._shape, self._dtype = folder, model, shape, np.dtype(dtype)
         self._pending: set[bytes] = set()
         self._unusable: set[bytes] = set()  # keys of unusable files, to be written again

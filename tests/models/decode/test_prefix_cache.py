@@ -232,8 +232,8 @@ def test_limits_of_a_folder(tmp_path):
         PrefixFolder(tmp_path, 0)
     with pytest.raises(ArgumentError, match="parameter path='kept' violates"):
         PrefixFolder("kept")
-    with pytest.raises(ValueError, match="max_bytes is 1000, and a block alone takes 96; give room for 16"):
-        disk_blocks(PrefixFolder(tmp_path, 1000))
+    with pytest.raises(ValueError, match="max_bytes is 1000, and a block alone takes 576; give room for 16"):
+        engine(PrefixFolder(tmp_path, 1000))
     with pytest.warns(UserWarning, match="is left aside"):
         file = tmp_path / "model" / f"{KEYS[0].hex()}.safetensors"
         file.parent.mkdir()
