@@ -47,7 +47,7 @@ def expert_tables(
     Raises:
       ValueError: held is not such a table.
     """
-    held, num_rows = np.asarray(held_RNS, np.int32), int(layout.rows.max()) + 1
+    held, num_rows = np.asarray(held_RNS), int(layout.rows.max()) + 1
     if held.ndim != 3 or len(held) != num_rows:
         raise ValueError(
             f"expert_tables: held is {list(held.shape)}; the model has {num_rows} layers with experts, give "
@@ -55,7 +55,7 @@ def expert_tables(
         )
     copies = parallel.share_copies(held, num_experts, num_nodes=num_nodes, near=near)
     rows = np.maximum(layout.rows, 0)  # a place without a layer gets the table of row 0
-    return {"held": held[rows], "copies": copies[rows]}
+    return {"held": held[rows].astype(np.int32), "copies": copies[rows]}
 
 
 def place_experts(params: Tree, tables: dict[str, np.ndarray]) -> Tree:

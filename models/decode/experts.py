@@ -39,15 +39,15 @@ def default_placement(config: Config, num_devices: int) -> np.ndarray:
 
 
 def check_placement(config: Config, num_devices: int, placement: ArrayLike) -> np.ndarray:
-    """Return a placement as int32 [R, N, S]. Raises a ValueError if its numbers of layers or devices are not these."""
-    placement_RNS = np.asarray(placement)
+    """Return a copy of a placement [R, N, S]. Raises a ValueError if its numbers of layers or devices are not these."""
+    placement_RNS = np.array(placement)
     wanted = _num_moe_layers(config), num_devices
     if placement_RNS.ndim != 3 or placement_RNS.shape[:2] != wanted:
         raise ValueError(
             f"Engine: the placement is {list(placement_RNS.shape)}, must be [{wanted[0]} layers with experts, "
             f"{wanted[1]} devices, slots], modules of multi-token prediction last"
         )
-    return placement_RNS.astype(np.int32)
+    return placement_RNS
 
 
 def weight_specs(weights: Tree) -> Tree:

@@ -130,6 +130,13 @@ def test_tables_of_too_few_layers_are_refused():
         expert_tables(model.layout, tables(2, 8, 4, 2), 8)
 
 
+@pytest.mark.parametrize("wrong, message", [(0.7, "held is float64"), (2**32, "held has expert 42949672")])
+def test_tables_are_not_rounded_to_experts(wrong, message):
+    model = deepseek(CONFIG, (2, 1))
+    with pytest.raises(ValueError, match=message):
+        expert_tables(model.layout, tables(3, 8, 4, 2) + wrong, 8)
+
+
 @pytest.mark.slow
 def test_eight_bits_know_no_placement():
     """What is rounded is a token's, wherever its experts lie: the same numbers as on one device with all of them."""

@@ -138,6 +138,7 @@ def test_what_does_not_fit_together_is_refused():
     refused(
         "the placement is [1, 2, 3], must be [2 layers with experts, 2 devices, slots]", placement=TWICE[:1]
     )
+    refused("held is float64 [2, 2, 3]; give integers", placement=TWICE + 0.5)
     refused("a placement needs a mesh", placement=TWICE, mesh=None, model=decoder(CONFIG))
     serving = Engine(model(), random_params(CONFIG), LIMITS, mesh=mesh())
     with pytest.raises(ValueError, match="the new placement has 3 slots a device, the old one 2"):
