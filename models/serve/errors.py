@@ -24,6 +24,8 @@ class Refused(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ):
+        # A message may quote what came, half a surrogate pair too, which no answer can hold.
+        message = message.encode(errors="backslashreplace").decode()
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = dict(headers or {})

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tokenizers
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.responses import JSONResponse
 from tokenizers import decoders, models, pre_tokenizers
 
 from models.decode import SamplingParams, Score
@@ -244,6 +245,11 @@ def test_templates_that_will_not_do(tmp_path):
         Chat("{{ messages.__class__.__mro__ }}", {}, as_tokens).write([{}])
     with pytest.raises(Refused, match="chat template refuses them: .*str.*int"):
         Chat("{{ messages[0].content + 1 }}", {}, as_tokens).write([{"content": "x"}])
+    with pytest.raises(Refused, match=r"refuses them: no \\ud83d") as refused:
+        Chat("{{ raise_exception('no ' ~ messages[0].content) }}", {}, as_tokens).write(
+            [{"content": "\ud83d"}]
+        )
+    assert b"ud83d" in JSONResponse(refused.value.body).body, "half a pair of surrogates has no bytes"
     with pytest.raises(ValueError, match="the chat template is not Jinja: 'break' outside loop"):
         Chat("{% break %}", {}, as_tokens)
     with pytest.raises(ValueError, match="the chat template is not Jinja: Expected an expression"):
