@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
@@ -103,8 +104,8 @@ class Program:
       routed: the part of ``flops`` that routed experts do. A device does more than that where the room of
         experts exceeds their tokens.
       param_specs: how parameters are sharded over "ep"; see ``Pipeline``.
-      update: ``update(placed parameters)`` returns how a step uses its gradients. None counts only parameters
-        and gradients.
+      update: ``update(placed parameters)`` returns how a step uses its gradients. A second argument of the name
+        ``trained`` is given ``Pipeline.trained``. None counts only parameters and gradients.
       active: number of parameters that one token uses; None: all.
       total: number of parameters of the model; None: those that ``params`` has.
       dispatch: how tokens choose experts; None if there are none.
@@ -207,7 +208,11 @@ class Blueprint:
 
     @functools.cached_property
     def update(self) -> Update | None:
-        return None if self.program.update is None else self.program.update(self.params)
+        update: Any = self.program.update
+        if update is None:
+            return None
+        takes_trained = "trained" in inspect.signature(update).parameters
+        return update(self.params, trained=self.pipeline.trained) if takes_trained else update(self.params)
 
     @property
     def num_microbatches(self) -> int:

@@ -11,7 +11,7 @@ from dualpipe_jax.pods.program import Tree, Update
 
 
 def optimized_by(optimizer: Any) -> Callable[[Tree], Update]:
-    """Make ``Program.update`` of an ``optax.GradientTransformation``: floating parameters are updated, others stay.
+    """Make ``Program.update`` of an ``optax.GradientTransformation``: other than floating or frozen parameters stay.
 
     Trees in the optimizer's state with the structure and shapes of the parameters are sharded like the
     parameters; all other leaves are replicated.
@@ -26,14 +26,14 @@ def optimized_by(optimizer: Any) -> Callable[[Tree], Update]:
     [(), (4, 3), (4, 3)]
     """
 
-    def update(params: Tree) -> Update:
-        state = _with_shardings(jax.eval_shape(optimizer.init, _floating(params)), _floating(params))
+    def update(params: Tree, trained: Callable[[Tree], Tree] = _floating) -> Update:
+        state = _with_shardings(jax.eval_shape(optimizer.init, trained(params)), trained(params))
 
         def step(params: Tree, state: Tree, batch: Tree, value_and_grad: Callable[..., Any]) -> Any:
             (objective, _), grads = value_and_grad(params, batch)
             # optax raises floats to the power of an integer count.
             with jax.numpy_dtype_promotion("standard"):
-                updates, state = optimizer.update(_floating(grads), state, _floating(params))
+                updates, state = optimizer.update(trained(grads), state, trained(params))
             return (
                 jax.tree.map(_add_update, params, updates, is_leaf=lambda node: node is None),
                 state,

@@ -77,10 +77,13 @@ def test_without_an_update_nothing_is_kept_for_one():
     assert kinds["optimizer"] == 0 and kinds["stages"] == 2 * 6 * HIDDEN * FLOAT
 
 
-def test_the_step_is_optaxs():
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_step_is_optaxs(frozen):
     """Compiled as `--compile step` does, run, and compared with optax on the plain model's gradients."""
     schedule, mesh = PLAN.make_schedule(), make_mesh(2, 2)
     program = own_program.blocks(Setting(PLAN, schedule, mesh))
+    stays = {"stages": {"up": frozen, "down": False}, "shared": False}
+    program = dataclasses.replace(program, pipeline=program.pipeline | {"frozen": stays})
     b = Blueprint(program, schedule, mesh, fuse_pairs=False)
     compiled = ahead.lower_step(b).compile()
     counted = sum(ahead.memory_by_kind(b)[kind] for kind in ("stages", "shared", "optimizer"))
@@ -97,10 +100,17 @@ def test_the_step_is_optaxs():
         updates, _ = optimizer.update(grads, optimizer.init(params), params)
     lies = jax.tree.map(lambda leaf: leaf.sharding, (b.update.state, b.batch))
     placed = b.pipeline.place(params)
-    state = jax.device_put(optimizer.init(placed), lies[0])
+    state = jax.device_put(optimizer.init(b.pipeline.trained(placed)), lies[0])
+    trained = [*jax.tree.leaves(program.params["shared"]), program.params["stages"]["down"]]
+    moments = 2 * (ahead.nbytes(trained) + (0 if frozen else ahead.nbytes(program.params["stages"]["up"])))
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(state)) == moments + 4, (
+        "a count of steps, and two averages"
+    )
     new, _, loss = compiled(placed, state, jax.device_put(batch, lies[1]))
     np.testing.assert_allclose(loss, objective, rtol=1e-5)
     wanted = optax.apply_updates(params, updates)
+    if frozen:
+        wanted["stages"]["up"] = params["stages"]["up"]
     for a, c in zip(*map(jax.tree.leaves, (b.pipeline.unplace(new), wanted)), strict=True):
         np.testing.assert_allclose(a, c, rtol=1e-4, atol=1e-5)
 
