@@ -36,8 +36,11 @@ def units_in(module: Module) -> dict[UnitKey, list[str]]:
 
 
 def scan_body(module: Module) -> str | None:
-    """The body of the scan over ticks, which contains all guards; None where there are no guards."""
-    return next((holder for holder, names in _guarded(module).values() if names), None)
+    """The body of the scan over ticks, which contains all guards; None where no loop contains guards."""
+    # A user's own loop may have the name of a unit: one in the scopes "forward" and "layers".
+    return next(
+        (holder for holder, names in _guarded(module).values() if names and holder in module.loops), None
+    )
 
 
 def _guarded(module: Module) -> dict[str, tuple[str, list[str]]]:

@@ -176,6 +176,13 @@ def test_groups_stay_on_their_nodes():
     assert found.imbalance(loads).mean() > balance(loads, Layout(8, 6)).imbalance(loads).mean()
 
 
+def test_a_group_that_must_stay_on_its_node_bounds_the_node():
+    """Of eight tokens six are of the first group's experts, and four would be even."""
+    loads = [[3, 3, 1, 1]]
+    assert bound_of(loads, Layout(2, 2)) == pytest.approx([1])
+    assert bound_of(loads, Layout(2, 2, num_nodes=2, num_groups=2)) == pytest.approx([1.5])
+
+
 def test_unequal_nodes_are_fine_where_groups_are_free():
     loads = np.random.default_rng(1).random((1, 12))
     assert balance(loads, Layout(6, 3, num_nodes=4)) == balance(loads, Layout(6, 3))

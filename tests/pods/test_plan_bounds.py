@@ -220,6 +220,7 @@ def test_cuts_that_keep_more():
         (least._replace(microbatch_size=8, remat="all"), False),
         (least._replace(pp=4), False),
         (least._replace(dp=2), False),
+        (least._replace(microbatch_size=2, remat="none"), False),
         (least._replace(dispatch="dropless"), False),
     ):
         assert other.needs_no_less(least) == more, other

@@ -245,6 +245,17 @@ def test_a_program_without_ticks_has_no_overheads():
         cycles_of(report, module, {UnitKey("F"): 1}, 1)
 
 
+def test_a_loop_of_ones_own_in_scopes_named_like_a_units_is_no_tick():
+    def model(x):
+        with jax.named_scope("forward"), jax.named_scope("layers"):
+            return jax.lax.fori_loop(0, jax.numpy.int32(x[0, 0]), lambda _, x: jax.numpy.sin(x @ x), x)
+
+    module = read(jax.jit(model).lower(jax.numpy.ones((8, 8))).compile())
+    assert list(units_in(module)) == [UnitKey("F", ("layers",))]
+    report = overlap(module, Rates(memory=1.0, flops=1.0))
+    assert scan_body(module) is None and overheads(report, module) is None
+
+
 def test_models_by_name():
     assert count_parameters(named_config("67b-a2b"))[0] == pytest.approx(67e9, rel=0.02)
     assert 1.8e9 < count_parameters(named_config("67b-a2b"))[1] < 2.6e9

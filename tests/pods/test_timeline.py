@@ -8,6 +8,7 @@ import pytest
 from dualpipe_jax.inspect import overlap, read
 from dualpipe_jax.inspect.rates import Rates
 from dualpipe_jax.inspect.target import Target
+from dualpipe_jax.pods import readings
 from dualpipe_jax.pods.timeline import write
 from tests.inspect.by_hand import done, module, start, work
 
@@ -44,6 +45,17 @@ def test_the_slowest_pair_is_drawn(tmp_path):
     lines = [guard(name, scope) for name, (scope, _) in bodies.items()]
     text = module(*lines, more="".join(pair(name, cycles) for name, (_, cycles) in bodies.items()))
     assert drawn(tmp_path, text) == "long"
+
+
+def test_where_there_are_pairs_their_exchanges_alone_are_counted():
+    lines = [guard("both", "pair/middle-middle"), guard("alone", "forward/middle"), *ENTRY]
+    with_pair = read(module(*lines, more=pair("both", 100) + pair("alone", 100)))
+    without = read(module(*lines[1:], more=pair("alone", 100)))
+    for found, names in ((with_pair, ["both.a"]), (without, ["a", "alone.a"])):
+        counted = readings.read("text", found, overlap(found, Rates(link=1.0)), None)
+        assert sorted(one.name for one in counted.all_to_alls) == names and counted.all_to_all.count == len(
+            names
+        )
 
 
 def test_without_pairs_what_communicates_longest_is_drawn(tmp_path):
