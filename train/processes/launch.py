@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import ipaddress
 import os
+import signal
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -176,9 +177,7 @@ def initialize(launch: Launch, asked: LaunchConfig) -> None:
     """
     import jax
 
-    if launch.num_processes == 1:
-        # JAX would catch a SIGTERM before the first step, and one process never asks it (``Processes.preempted``).
-        jax.config.update("jax_enable_preemption_service", False)
+    at_sigterm = signal.getsignal(signal.SIGTERM)
     bind = None
     if launch.process_id in (0, None):
         bind = bind_address(launch.coordinator, asked.coordinator_bind)
@@ -198,3 +197,6 @@ def initialize(launch: Launch, asked: LaunchConfig) -> None:
             f"--coordinator {launch.coordinator}: process {launch.process_id} of {launch.num_processes} did not find "
             f"the others within {INITIALIZATION_S} s: {error}"
         ) from None
+    if launch.num_processes == 1:
+        # JAX notes a SIGTERM from here on, and one process never asks it (``Processes.preempted``).
+        signal.signal(signal.SIGTERM, at_sigterm)
