@@ -26,7 +26,7 @@ texts = [one.tokens for one in ask(serving)]
 serving.rebalance(ELSEWHERE)
 texts += [one.tokens for one in ask(serving)]
 try:
-    Engine(model(), random_params(CONFIG), LIMITS, mesh=mesh(), prefixes=PrefixFolder("."))
+    Engine(model(), random_params(CONFIG), LIMITS, mesh=mesh(), prefixes=PrefixFolder(Path(".")))
 except ValueError as error:
     refused = str(error)
 found = {"refused": refused, "texts": texts, "counted": int(serving.counts.sum())}
