@@ -57,8 +57,8 @@ class Limits:
       num_blocks: the number of blocks of the cache; None gives room for ``max_requests`` of
         ``max_positions``.
       chunk_size: the largest number of tokens of a prompt that one row of a prefill takes in.
-      max_prefill: the number of tokens of prompts that a step takes in at most, so that requests that decode
-        do not wait long.
+      max_prefill: the number of tokens of prompts that a device takes in at most in a step, so that requests that
+        decode do not wait long; one chunk is always taken, with two microbatches two.
       min_table: the number of positions of a request that a step reads at least; see ``table_sizes``.
       num_steps: the number of decode steps that the host starts at once, and whose results it reads at once;
         None is ``STEPS_ON_GPU`` on a GPU, which runs a step in less time than the host starts one, and 1
