@@ -150,11 +150,15 @@ def test_the_users_own_device_count_stays():
 
 def test_a_model_of_ones_own_numbers():
     numbers = model_config(
-        configure(set=("dim=96", "num-experts=16", "routed_scale=2.5"), layers=3, mtp=1), 300
+        configure(
+            set=("dim=96", "num-experts=16", "routed_scale=2.5", "num_dense_layers=2"), layers=3, mtp=1
+        ),
+        300,
     )
     usual = models.byte()
-    deep = 3 + usual.num_dense_layers
-    changed = dict(dim=96, num_experts=16, routed_scale=2.5, num_layers=deep, num_mtp_layers=1, vocab=300)
+    changed = dict(dim=96, num_experts=16, routed_scale=2.5, num_mtp_layers=1, vocab=300)
+    changed |= dict(num_dense_layers=2, num_layers=5)
+    assert usual.num_dense_layers != 2
     assert numbers == dataclasses.replace(usual, compute_dtype=numbers.compute_dtype, **changed)
     assert type(numbers.dim) is int
 

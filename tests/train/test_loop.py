@@ -134,6 +134,12 @@ def test_a_step_is_a_line_of_json_and_now_and_then_one_of_plain_output(tmp_path)
     assert learnt == [0, 1, 2, 3, 4]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert [line["loss"] for line in lines] == [5.0, 4.0, 3.0, 2.0, 1.0]
+    assert [line["step"] for line in lines if "load" in line] == [1, 5] and "device_load" not in lines[0]
+    two_devices = configure(CONFIG, steps=4, ep=2, load_every=2)
+    found = run([], tmp_path / "two.jsonl", config=two_devices).lines
+    assert [(line["device_load"], "load" in line) for line in found] == [
+        (1.5, n in (0, 2, 3)) for n in range(4)
+    ]
     assert {"grad_norm", "max_vio", "dropped", "learning_rate", "step_s", "data_wait_s"} <= lines[0].keys()
     assert {"tokens_per_s", "tflops_per_s", "process_memory_gib"} <= lines[0].keys()
     assert lines[0]["tokens_per_s"] == pytest.approx(CONFIG.tokens_per_step / lines[0]["step_s"])

@@ -188,6 +188,16 @@ def test_eight_bits_are_named_on_the_first_screen_and_refused_where_there_are_no
         model.refuse_eight_bits(multiplied, a100)
 
 
+@pytest.mark.parametrize(("asked", "wanted"), [("float8", "auto"), ("ragged", "ragged")])
+def test_a_run_is_judged_in_no_eight_bits(asked, wanted, monkeypatch):
+    monkeypatch.setattr(model.models, "deepseek", lambda *_, **given: given["kernels"].matmul)
+    config = configure(matmul=asked, precision="bfloat16")
+    kernels = [
+        model.make_model(config, setup.make_schedule(config), lossless=which) for which in (False, True)
+    ]
+    assert kernels == [asked, wanted]
+
+
 def test_every_held_out_window_counts_once():
     """Seven of them in batches of four, the last one filled up; a table of logits, against NumPy."""
     random = np.random.default_rng(0)
