@@ -135,6 +135,8 @@ class Engine:
         self._uncounted: list[Array] = []
         self._device_inputs = DeviceInputs(sharding if mesh is None else NamedSharding(mesh, ROWS))
         self._ended: list[Completion] = []
+        # True while a step runs, and for good once one has not come to its end.
+        self._is_broken = False
         num_rows = self.config.num_moe_layers + self.config.num_mtp_layers
         self._totals = np.zeros((num_rows, self.config.num_experts), np.int64)
         self._ids = itertools.count()
@@ -208,7 +210,21 @@ class Engine:
 
         Returns:
           The completions of the requests that ended.
+
+        Raises:
+          RuntimeError: an earlier step was interrupted or failed.
         """
+        if self._is_broken:
+            raise RuntimeError(
+                "Engine: a step was interrupted or failed, and tokens that it had started are lost, so the texts "
+                "under way cannot be continued; make a new Engine"
+            )
+        self._is_broken = True
+        ended = self._step()
+        self._is_broken = False
+        return ended
+
+    def _step(self) -> list[Completion]:
         unread, self._unread = self._unread, []
         uncounted, self._uncounted = self._uncounted, []
         self._scheduler.admit(self._load_blocks)
@@ -238,7 +254,11 @@ class Engine:
                 self._decode(num_positions, draws)
 
     def run(self) -> list[Completion]:
-        """Step until nothing is left to do; return all completions in the order of their numbers."""
+        """Step until nothing is left to do; return all completions in the order of their numbers.
+
+        Raises:
+          RuntimeError: as ``step``.
+        """
         ended = []
         while self.busy:
             ended += self.step()

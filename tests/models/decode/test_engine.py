@@ -103,6 +103,29 @@ def test_a_step_reads_what_is_used_and_what_it_runs_is_compiled_beforehand():
     assert all(blocks == (3 if used <= 12 else 6) for used, blocks in read)
 
 
+def test_after_an_interrupted_step_the_engine_says_so(monkeypatch):
+    """As of Ctrl-C in a notebook: tokens of the step before were never read, and ``run`` never ended."""
+    serving = Engine(MODEL, a_params(), LIMITS)
+    serving.add(prompts(5)[0], SamplingParams(max_tokens=9))
+    serving.step()
+    decode = serving._decode
+
+    def interrupted(*args):
+        decode(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serving, "_decode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        while serving.busy:
+            serving.step()
+    monkeypatch.undo()
+    for goes_on in (serving.step, serving.run):
+        with pytest.raises(
+            RuntimeError, match="Engine: a step was interrupted or failed, .*; make a new Engine"
+        ):
+            goes_on()
+
+
 def test_a_step_is_begun_before_the_last_one_is_read(monkeypatch):
     """What a step came to is the next one's input, and the host is not asked for it."""
     serving, events = engine(), []
