@@ -496,13 +496,15 @@ import sys, time
 from pathlib import Path
 from train.prepare.workers import run_jobs
 
-def job(file, seconds):
+def job(file, other, seconds):
     Path(file).touch()
+    while not Path(other).exists():  # so that each of two workers has one
+        time.sleep(0.05)
     time.sleep(seconds)
 
 if __name__ == "__main__":
     try:
-        list(run_jobs(job, [(sys.argv[1], 0), (sys.argv[2], 120)], 2))
+        list(run_jobs(job, [(*sys.argv[1:], 0), (*sys.argv[:0:-1], 120)], 2))
     except KeyboardInterrupt:
         print("interrupted")
 """

@@ -408,10 +408,15 @@ time.sleep(30)
 
 
 @pytest.mark.parametrize(
-    ("times", "patience", "told"),
-    [(1, 0.8, "told to stop, and not done after 1 s"), (2, 60.0, "told to stop: process 0 died of SIGKILL")],
+    ("times", "patience", "code", "told"),
+    [
+        (1, 0.8, 1, "told to stop, and not done after 1 s"),
+        (2, 60.0, 143, "told to stop: process 0 died of SIGKILL"),
+    ],
 )
-def test_who_does_not_save_in_time_or_is_told_twice_is_ended(tmp_path, monkeypatch, times, patience, told):
+def test_who_does_not_save_in_time_or_is_told_twice_is_ended(
+    tmp_path, monkeypatch, times, patience, code, told
+):
     monkeypatch.setattr(watcher, "STOPPING_S", patience)
     requests = StopRequests()
 
@@ -426,7 +431,7 @@ def test_who_does_not_save_in_time_or_is_told_twice_is_ended(tmp_path, monkeypat
     line = [sys.executable, "-c", STUBBORN, str(tmp_path / "there")]
     outcome = run_once([line], tmp_path / "0", requests, os.environ)
     asking.join()
-    assert (outcome.code, outcome.why) == (143, told)
+    assert (outcome.code, outcome.why) == (code, told)
 
 
 @pytest.mark.parametrize(
