@@ -66,8 +66,7 @@ def cudnn_attention(
     """Compute ``causal_attention`` by cuDNN's flash attention. Segments take a mask [B, S, S] in the GPU's memory.
 
     Raises:
-      UnfitError: cuDNN does not take the dtype or widths of heads on the GPU that runs the program, or segments have
-        an odd length.
+      UnfitError: cuDNN does not take the dtype or widths of heads on the GPU that runs the program.
     """
     if not cudnn_supports(q_BHSX, v_BHSV):
         raise UnfitError(
@@ -75,12 +74,14 @@ def cudnn_attention(
             f"wide; cuDNN takes 16 bits and multiples of 8, on this GPU {widest_heads()} at most, and before Hopper "
             "no values wider than heads: take attention 'plain'"
         )
-    if segment_ids is not None and segment_ids.shape[-1] % 2:
-        raise UnfitError(
-            f"cudnn_attention: segments are {segment_ids.shape[-1]} long; cuDNN's mask needs an even length: fill the "
-            "sequence up by one, or take attention 'plain'"
+    length, width = v_BHSV.shape[-2:]
+    if (
+        segment_ids is not None and length % 2
+    ):  # cuDNN's mask needs an even length; no token sees one after it
+        q_BHSX, k_BHSX, v_BHSV = (
+            jnp.pad(a, ((0, 0), (0, 0), (0, 1), (0, 0))) for a in (q_BHSX, k_BHSX, v_BHSV)
         )
-    width = v_BHSV.shape[-1]
+        segment_ids = jnp.pad(segment_ids, ((0, 0), (0, 1)))
     if width != k_BHSX.shape[-1] and not _supports_unequal_widths():
         v_BHSV = jnp.pad(v_BHSV, ((0, 0), (0, 0), (0, 0), (0, k_BHSX.shape[-1] - width)))
     mask_BHQK = None
@@ -88,7 +89,7 @@ def cudnn_attention(
         may_attend_BHQK = same_segment(segment_ids)[:, None]
         mask_BHQK = jnp.where(may_attend_BHQK, 0, _MASKED_SCORE[q_BHSX.dtype.name]).astype(q_BHSX.dtype)
     q_BSHX, k_BSHX, v_BSHV = (a.swapaxes(1, 2) for a in (q_BHSX, k_BHSX, v_BHSV))
-    return _attention(scale, q_BSHX, k_BSHX, v_BSHV, mask_BHQK)[..., :width]
+    return _attention(scale, q_BSHX, k_BSHX, v_BSHV, mask_BHQK)[..., :length, :width]
 
 
 _MASKED_SCORE = {"bfloat16": -(2.0**41), "float16": -(2.0**15)}

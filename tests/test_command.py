@@ -779,6 +779,8 @@ def test_a_measured_step_is_replayed(capsys, saved):
     assert {unit["kind"] for unit in facts["by_unit"][:8]} == {"F"}
     assert [unit["difference"] for unit in facts["by_unit"][:8]] == [-80] * 8
     assert facts["units"]["time"] == "ms"
+    again = facts_of(capsys, "replay", step, "--costs", saved(json.dumps(facts), "facts.json"))
+    assert again["costs"]["F"] == 80 and again["makespan"] == facts["makespan"]
     seconds = saved('{"costs": {"F": 1}, "units": {"time": "s"}}', "s.json")
     wanted = "the step is in ms, the costs in s; give both in one unit"
     assert wanted in refused(capsys, 2, "replay", step, "--costs", seconds)

@@ -10,6 +10,7 @@ from dualpipe_jax.command.output import show, show_json
 from dualpipe_jax.command.share_files import PartialShare
 from dualpipe_jax.present.numbers import Units, number, percent
 from dualpipe_jax.present.table import Table
+from dualpipe_jax.schedule.costs import stages_a_share
 from dualpipe_jax.schedule.formats.costs_text import describe
 from dualpipe_jax.schedule.formats.measured import read_measured
 from dualpipe_jax.schedule.ir import spelt
@@ -126,10 +127,13 @@ def _signed(value: float, of: float) -> str:
 
 def _facts(found: Replay, units: Units) -> dict[str, Any]:
     measured, simulated = found.measured, found.simulated
+    of_a_share = simulated.costs.divided(
+        1 / stages_a_share(measured.schedule.placement)
+    )  # as --costs reads them
     return {
         "schedule": measured.schedule.name,
         "units": dataclasses.asdict(units),
-        "costs": dataclasses.asdict(simulated.costs),
+        "costs": dataclasses.asdict(of_a_share),
         "makespan": {"measured": measured.makespan, "simulated": simulated.makespan, "own": found.own},
         "bubble": {"measured": measured.bubble, "simulated": simulated.bubble},
         "busy": {"measured": measured.busy, "simulated": simulated.busy},

@@ -23,7 +23,7 @@ from dualpipe_jax.parallel.kernel_cost import sums_as_additions
 from dualpipe_jax.split import split_backward
 from models import Kernels, deepseek, tiny, v3
 from models.attention import Attend, causal_attention
-from models.cudnn import config, cudnn_attention, cudnn_supports
+from models.cudnn import _MASKED_SCORE, config, cudnn_attention, cudnn_supports
 from models.kernels import KERNEL_VMEM, splash_attention, this_gpu_kind
 from tests.jaxprs import named
 from tests.models.decode.small_models import random_params
@@ -239,9 +239,29 @@ def test_cudnn_says_what_it_does_not_take():
         match="heads are 24 wide and float32, values 16 wide; cuDNN takes 16 bits .* take attention",
     ):
         cudnn_attention(q, k, v, 0.3)
-    q, k, v = (a[:, :, :-1].astype(jnp.bfloat16) for a in (q, k, v))
-    with pytest.raises(UnfitError, match="segments are 127 long; cuDNN's mask needs an even length"):
-        cudnn_attention(q, k, v, 0.3, jnp.zeros((1, 127), int))
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="stands in for cuDNN, which a GPU here would run")
+def test_documents_of_an_odd_length_are_filled_up_by_one_token(monkeypatch):
+    """cuDNN's mask needs an even length; what the token adds must reach neither results nor gradients."""
+
+    def in_place_of_cudnn(scale, q_BSHX, k_BSHX, v_BSHV, mask_BHQK):
+        scores = jnp.einsum("bqhx,bkhx->bhqk", q_BSHX, k_BSHX) * scale + mask_BHQK
+        assert scores.shape[-2:] == (128, 128)
+        scores = jnp.where(np.tril(np.ones((128, 128), bool)), scores, -jnp.inf)
+        return jnp.einsum("bhqk,bkhv->bhqv", jax.nn.softmax(scores), v_BSHV)
+
+    monkeypatch.setattr("models.cudnn._attention", in_place_of_cudnn)
+    monkeypatch.setattr("models.cudnn.cudnn_supports", lambda q, v: True)
+    monkeypatch.setitem(_MASKED_SCORE, "float32", -(2.0**41))
+    q, k, v, d = (a[:, :, :127] for a in heads(jnp.float32))
+    documents = jnp.asarray(np.arange(127) // 40)[None].repeat(len(q), 0)
+
+    def run(attend):
+        out, pull = jax.vjp(lambda *qkv: attend(*qkv, 0.3, segment_ids=documents), q, k, v)
+        return out, pull(d)
+
+    chex.assert_trees_all_close(run(cudnn_attention), run(causal_attention), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype, width, takes", [("bfloat16", 192, True), ("float32", 192, False),
