@@ -100,8 +100,14 @@ def overlap(
         them next to its own figures, which they do not change.
 
     Raises:
+      TypeError: if ``forward``, ``backward`` or ``matmul_calls`` is one text, whose letters would be the patterns.
       ValueError: if the program is not compiled, or its text is not that of a scheduled module.
     """
+    for name, patterns in (("forward", forward), ("backward", backward), ("matmul_calls", matmul_calls)):
+        if isinstance(patterns, str):
+            raise TypeError(
+                f"overlap: {name} is the text {patterns!r}; give regular expressions, such as [{patterns!r}]"
+            )
     module = read(program)
     if not module.is_scheduled:
         raise ValueError(

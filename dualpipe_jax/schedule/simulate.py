@@ -185,7 +185,8 @@ def jittered(
         )
     import numpy as np
 
-    spread = math.sqrt(math.log1p(jitter**2))
+    # The square of a large jitter overflows; of a small one, the logarithm of 1 plus it is 0.
+    spread = math.sqrt(math.log1p(jitter**2) if jitter < 1 else 2 * math.log(math.hypot(1, jitter)))
     rng = np.random.default_rng(seed)
 
     def vary(cost: float) -> np.ndarray:

@@ -410,6 +410,13 @@ def test_an_unscheduled_module_is_refused():
         overlap(text)
 
 
+@pytest.mark.parametrize("name", ["forward", "backward", "matmul_calls"])
+def test_one_text_is_not_taken_for_its_letters(name):
+    message = f"overlap: {name} is the text 'scope'; give regular expressions, such as \\['scope'\\]"
+    with pytest.raises(TypeError, match=message):
+        overlap(module(work("w", 1)), **{name: "scope"})
+
+
 def test_what_crosses_a_link():
     shares = {"all-to-all": (1.5, 0.75), "all-gather": (0.375, 0.75), "all-reduce": (0.75, 1.5)}
     for kind, (torus, switch) in (shares | {"collective-permute": (1, 1)}).items():

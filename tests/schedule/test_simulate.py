@@ -215,6 +215,13 @@ def test_jitter_has_the_mean_and_the_spread_that_it_says():
     assert (jittered(gpipe(1, 1), CostModel(), 0.3, runs=20_000) == spread).all()
 
 
+def test_of_a_huge_jitter_whose_square_overflows_the_median_is_the_log_normals():
+    """The median of a factor with mean 1 and deviation s is 1 / sqrt(1 + s^2)."""
+    for huge in (1e8, 1e200):
+        median = np.median(jittered(gpipe(1, 1), CostModel(F=1, I=0, W=0), huge, runs=20_001))
+        assert math.log(median) == pytest.approx(-math.log(huge), rel=0.01)
+
+
 def test_waiting_for_each_other_makes_jitter_cost_time():
     schedule = one_f_one_b(4, 16)
     assert np.median(jittered(schedule)) > simulate(schedule).makespan * 1.02
