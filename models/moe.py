@@ -21,11 +21,12 @@ from jax.ad_checkpoint import checkpoint_name
 import dualpipe_jax.parallel as parallel
 from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.parallel.expert_plan import Axis
-from dualpipe_jax.parallel.wire import Payload, check_payload
+from dualpipe_jax.parallel.wire import Payload
 from models.attention import linear
 from models.config import Config
 
 
+@typechecked
 @dataclass(frozen=True)
 class Dispatch:
     """How tokens travel to experts.
@@ -51,9 +52,6 @@ class Dispatch:
     payload: Payload = "plain"
 
     def __post_init__(self) -> None:
-        check_payload("Dispatch", self.payload)
-        if self.method not in ("capacity", "dropless"):
-            raise ValueError(f"Dispatch: method is {self.method!r}, must be 'capacity' or 'dropless'.")
         if self.factor is not None and not 0 < self.factor < math.inf:
             raise ValueError(f"Dispatch: factor must be positive and finite, or None, got {self.factor}.")
 

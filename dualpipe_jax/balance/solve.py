@@ -101,7 +101,7 @@ def balance(
 def _check_limits(
     previous: Placement | None, max_moves: int | None, move_cost: float, **others: float
 ) -> None:
-    if max_moves is not None and (not isinstance(max_moves, int | np.integer) or max_moves < 0):
+    if max_moves is not None and max_moves < 0:
         raise ValueError(
             f"balance: max_moves={max_moves!r}; give an integer of at least 0, or None for no limit"
         )

@@ -141,8 +141,6 @@ class Pipeline:
     def __post_init__(self):
         checks.check_mesh(self.schedule, self.mesh)
         checks.check_model(self._model, self.schedule)
-        if self.divergence is not None:
-            checks.check_choice("divergence", self.divergence, Divergence)
         checks.check_dtypes(compute_dtype=self.compute_dtype, accumulate_dtype=self.accumulate_dtype)
         checks.check_frozen(self.frozen)
         for name in ("param_specs", "storage_specs", "compute_dtype", "frozen"):

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from dualpipe_jax.arguments import typechecked
-from dualpipe_jax.parallel.expert_groups import Kernel, check_kernel, multiply_groups
+from dualpipe_jax.parallel.expert_groups import Kernel, multiply_groups
 from dualpipe_jax.parallel.expert_plan import Handle
 from dualpipe_jax.parallel.float8_matmul import float8_matmul
 from dualpipe_jax.parallel.wire import RowTransfer, transfer_rows
@@ -186,7 +186,6 @@ def expert_matmul(
       ValueError: there is no kernel of that name, or the shapes do not fit together.
 
     """
-    check_kernel("expert_matmul", kernel)
     _check_rows("expert_matmul: rows", rows, handle)
     wanted = (w_LDF.shape[0] if handle.capacity is None else rows.shape[0], rows.shape[-1])
     if w_LDF.shape[:2] != wanted:

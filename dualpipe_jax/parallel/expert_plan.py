@@ -17,7 +17,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from dualpipe_jax.arguments import typechecked
-from dualpipe_jax.parallel.wire import Payload, check_payload
+from dualpipe_jax.parallel.wire import Payload
 
 Axis = str | tuple[str, ...]
 """The name of a mesh axis, or names of several that are taken as one, the first varying slowest."""
@@ -107,7 +107,6 @@ def plan_capacity(
       ValueError: the devices do not divide the experts, capacity is below 1, or there is no such payload.
 
     """
-    check_payload("plan_capacity", payload)
     num_devices = _num_devices(num_experts, axis_name)
     T, K = topk_TK.shape
     if T < 1 or (capacity is not None and capacity < 1):
@@ -195,7 +194,6 @@ def plan_dropless(
       ValueError: the devices do not divide the experts, buffer_factor is not positive, or there is no such payload.
 
     """
-    check_payload("plan_dropless", payload)
     num_devices = _num_devices(num_experts, axis_name)
     if buffer_factor is not None and not 0 < buffer_factor < math.inf:
         raise ValueError(f"plan_dropless: buffer_factor must be positive and finite, got {buffer_factor}.")

@@ -108,7 +108,7 @@ def make_mesh(
       ValueError: a size is below 1, there are too few devices, or the devices given for one node are on several.
 
     """
-    sizes = {DP: dp, PP: pp, **_expert_axis_sizes(ep)}
+    sizes = {DP: dp, PP: pp, **expert_axis_sizes(ep)}
     if min(sizes.values()) < 1:
         given = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise ValueError(f"make_mesh: sizes must be at least 1, got {given}.")
@@ -177,12 +177,9 @@ def _has_several(devices: list[jax.Device], numbers: list[int | None]) -> bool:
     return devices[0].platform == "gpu" and len(set(numbers)) < len(numbers)
 
 
-def _expert_axis_sizes(ep: int | tuple[int, int]) -> dict[str, int]:
-    if not isinstance(ep, tuple):
-        return {EP: ep}
-    if len(ep) != 2:
-        raise ValueError(f"make_mesh: ep must be a number or (nodes, devices of a node), got {ep}.")
-    return {NODE: ep[0], EP: ep[1]}
+def expert_axis_sizes(ep: int | tuple[int, int]) -> dict[str, int]:
+    """Return the size of each axis that shards experts; ``ep`` as in ``make_mesh``."""
+    return {NODE: ep[0], EP: ep[1]} if isinstance(ep, tuple) else {EP: ep}
 
 
 def _too_few_devices_message(sizes: dict[str, int], found: list[jax.Device], *, given: bool) -> str:

@@ -6,12 +6,11 @@ A function that only moves rows (by gathers and all_to_alls, in one hop or two) 
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import jax
 from jax import Array
 
-from dualpipe_jax.arguments import typechecked
 from dualpipe_jax.parallel.float8 import decode, encode
 from dualpipe_jax.varying import vary_alike
 
@@ -35,13 +34,6 @@ class RowTransfer(NamedTuple):
     backward: MoveRows
     payload: Payload = "plain"
     payload_backward: Payload = "plain"
-
-
-@typechecked
-def check_payload(where: str, payload: str) -> None:
-    """Raise ValueError unless ``payload`` is "plain" or "float8"."""
-    if payload not in get_args(Payload):
-        raise ValueError(f"{where}: payload is {payload!r}, must be one of {', '.join(get_args(Payload))}.")
 
 
 def transfer_rows(transfer: RowTransfer, rows: Array, plan: Any) -> Array:

@@ -15,8 +15,8 @@ from dualpipe_jax.engine import Pipeline
 from dualpipe_jax.engine.spmd import Sketch
 from dualpipe_jax.engine.stages import broadcast
 from dualpipe_jax.engine.state import State
-from dualpipe_jax.parallel import DP, EP, PP
-from dualpipe_jax.parallel.mesh import NODE, batch_spec
+from dualpipe_jax.parallel import DP, PP
+from dualpipe_jax.parallel.mesh import batch_spec, expert_axis_sizes
 from dualpipe_jax.pods.links import Dispatch
 from dualpipe_jax.pods.plan import Plan
 from dualpipe_jax.schedule import Schedule
@@ -235,6 +235,5 @@ def _as_used(leaf: Any, sharding: Any, dtype: Any) -> jax.ShapeDtypeStruct:
 
 def abstract_mesh(num_pp: int, ep: int | tuple[int, int], *, dp: int = 1) -> AbstractMesh:
     """A mesh without devices, enough for counting. The arguments are those of ``make_mesh``."""
-    sizes = {PP: num_pp, EP: ep} if isinstance(ep, int) else {PP: num_pp, NODE: ep[0], EP: ep[1]}
-    sizes = {DP: dp} | sizes if dp > 1 else sizes
+    sizes = ({DP: dp} if dp > 1 else {}) | {PP: num_pp, **expert_axis_sizes(ep)}
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

@@ -250,7 +250,7 @@ def test_repeated_updates_balance_the_load():
 def test_errors():
     with pytest.raises(TypeError, match="counts must be integers, got float32"):
         update_bias(jnp.zeros(4), jnp.ones(4), 0.1)
-    with pytest.raises(ValueError, match="method is 'ragged', must be 'capacity' or 'dropless'"):
+    with pytest.raises(ValueError, match="method='ragged' .*'capacity', 'dropless'"):
         Dispatch("ragged")
     for factor in (0, np.inf, np.nan):
         with pytest.raises(ValueError, match=f"factor must be positive and finite, or None, got {factor}"):
