@@ -6,8 +6,6 @@ where ``split`` finds the mark and puts the sum in place of the zeros. Megatron 
 fusion.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -18,8 +16,8 @@ GRADIENT_SUM = "dualpipe_gradient_sum"
 """The ``checkpoint_name`` of zeros that ``split`` may replace by a sum."""
 
 
-def gradient_sum(shape: tuple[int, ...], varying_like: jax.Array, dtype: Any = jnp.float32) -> jax.Array:
-    """Zeros to which a kernel, or ``at[...].add`` part by part, adds a parameter's gradient in place.
+def gradient_sum(shape: tuple[int, ...], varying_like: jax.Array) -> jax.Array:
+    """Zeros, float32, to which a kernel, or ``at[...].add`` part by part, adds a parameter's gradient in place.
 
     A pipeline's step puts the sum in their place if it has their dtype and if the kernel's result is used
     only as the parameter's gradient, as it is or cast to the parameter's dtype.
@@ -27,6 +25,5 @@ def gradient_sum(shape: tuple[int, ...], varying_like: jax.Array, dtype: Any = j
     Args:
       shape: the shape of the gradient.
       varying_like: another argument of the kernel; in a shard_map, zeros vary over the axes that it varies over.
-      dtype: the dtype of the kernel's sum.
     """
-    return checkpoint_name(vary(jnp.zeros(shape, dtype), varying_axes(varying_like)), GRADIENT_SUM)
+    return checkpoint_name(vary(jnp.zeros(shape, jnp.float32), varying_axes(varying_like)), GRADIENT_SUM)
