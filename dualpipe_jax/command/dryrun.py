@@ -118,7 +118,7 @@ class Dryrun:
 
 def _report(found: Answer, rates: Path | None) -> list[str | Table]:
     plan, parameters, memory, compiled = found.program, found.parameters, found.memory, found.compiled
-    assert plan is not None and parameters is not None and memory is not None and memory.limit is not None
+    assert plan is not None and parameters is not None and memory is not None
     parts: list[str | Table] = [
         f"{name_of(found)}, {plan.num_microbatches} microbatches of {plan.batch} x {plan.sequence} tokens",
         f"parameters: {parameters.total / 1e9:.2f} G, {parameters.active / 1e9:.2f} G active, "
@@ -126,10 +126,10 @@ def _report(found: Answer, rates: Path | None) -> list[str | Table]:
         *dispatch_words(found),
         *([f"layers of stages: {in_runs(found.stage_layers)}"] if found.stage_layers else []),
         "",
-        _memory_table(memory, memory.limit),
+        _memory_table(memory),
         f"\n{'fits' if memory.fits else 'DOES NOT FIT'}: {gib(memory.needed)} of {gib(memory.limit)} GiB "
         f"a device, {percent(memory.needed / memory.limit)}",
-        *([] if memory.fits else remedies(memory, memory.limit)),
+        *([] if memory.fits else remedies(memory)),
     ]
     if links := found.links:
         parts += [
@@ -185,7 +185,8 @@ def _schedules_table(schedules: Sequence[ScheduleTime]) -> Table:
     return Table(("schedule", "step, s", "MFU", "GiB", "refused"), tuple(rows), best=0)
 
 
-def _memory_table(memory: Memory, limit: int) -> Table:
+def _memory_table(memory: Memory) -> Table:
+    limit = memory.limit
     rows = [(_WORDS[kind], gib(size), percent(size / limit)) for kind, size in memory.kinds.items()]
     rows.append(("counted", gib(memory.total), percent(memory.total / limit)))
     if memory.beyond is not None:
@@ -193,16 +194,16 @@ def _memory_table(memory: Memory, limit: int) -> Table:
     return Table(("memory of a device", "GiB", "of the device"), tuple(rows))
 
 
-def remedies(memory: Memory, limit: int) -> list[str | Table]:
+def remedies(memory: Memory) -> list[str | Table]:
     """Options that make the step fit, each in addition to those before, with the memory that results."""
-    if memory.needed <= limit:
+    if memory.needed <= memory.limit:
         return [
             "what is counted would fit, but the compiler refuses the program; --remat, --shard and --max-stash save"
         ]
     if not memory.remedies:
         return ["no option makes it need less: it takes more devices, by --pp or --ep"]
     rows = [(one.option, gib(one.needed), one.price) for one in memory.remedies]
-    enough = memory.remedies[-1].needed <= limit
+    enough = memory.remedies[-1].needed <= memory.limit
     said = "it fits with these options:" if enough else "not even so; more devices help, by --pp or --ep:"
     return [f"\n{said}\n", Table(("option", "then GiB", "price"), tuple(rows), left=(0, 2))]
 
@@ -233,13 +234,11 @@ def account_table(step: Prediction) -> Table:
     return Table(("on average over ranks", "s", "of the step", "MFU so far"), tuple(rows))
 
 
-def _step(step: Prediction, target: TargetFigures | None) -> list[str]:
-    peak = "the peak"
-    if target is not None:
-        timed = target.name.startswith("cpu:")
-        peak = "a measured peak" if timed else "the published peak"
-        dtype = "float32" if timed else "bfloat16"
-        peak += f", {target.flops / 1e12:.4g} TFLOP/s a device in {dtype} ({target.source})"
+def _step(step: Prediction, target: TargetFigures) -> list[str]:
+    timed = target.name.startswith("cpu:")
+    peak = "a measured peak" if timed else "the published peak"
+    dtype = "float32" if timed else "bfloat16"
+    peak += f", {target.flops / 1e12:.4g} TFLOP/s a device in {dtype} ({target.source})"
     counted = step.counted or "the program's own operations"
     bound = "at least " if step.lower_bound else ""
     share = "at most " if step.lower_bound else ""

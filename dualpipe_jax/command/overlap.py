@@ -99,7 +99,7 @@ class Overlap:
         )
         found = ask_pods(request)
         compiled, target = found.compiled, found.target
-        assert compiled is not None and target is not None
+        assert compiled is not None
         title = f"{name_of(found)} ({target.devices} devices)\n" if self.compiled is None else ""
         hidden = counted_totals(compiled).hidden
         enough = hidden is not None and 100 * hidden >= self.at_least
@@ -175,15 +175,13 @@ def ask_pods(request: Request, title: str | None = None) -> Answer:
     check_files(*files)
     if request.rates is not None:
         read_rates(Path(request.rates))
-    environment = {"JAX_PLATFORMS": "cpu"}
-    if target is not None:
-        known = Target.parse(target)
-        _check_timed(known, request)
-        environment |= known.environment
+    known = Target.parse(target)
+    _check_timed(known, request)
+    environment = {"JAX_PLATFORMS": "cpu", **known.environment}
     rates = None if request.rates is None else str(Path(request.rates).absolute())
     request = dataclasses.replace(request, files=tuple(str(file.absolute()) for file in files), rates=rates)
-    called = title or target or request.plan.model
-    if target is not None and compile != "nothing":
+    called = title or target
+    if compile != "nothing":
         try:
             known.check_compiler()
         except ModuleNotFoundError:
@@ -261,7 +259,7 @@ def exposed_sends_words(compiled: Compiled) -> str:
 def name_of(found: Answer) -> str:
     """The plan and the target in words."""
     plan, target = found.program, found.target
-    assert plan is not None and target is not None
+    assert plan is not None
     if found.compiled is not None and found.compiled.what in _SERVING:
         how = "two microbatches" if plan.overlap else "one microbatch"
         return f"{plan.model}, {found.compiled.what} in {how}, ep {plan.ep} on {target.name}"

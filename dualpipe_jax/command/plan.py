@@ -216,8 +216,8 @@ class Plan:
             shown = nearest_first(refused, self.best)
             some = "" if len(shown) == len(refused) else f"; {len(shown)} of {len(refused)}, --json has all"
             parts += [f"\nwhat cannot be had, of each kind what needs least{some}\n", refusals(shown)]
-        if nearest is not None and nearest.memory is not None and nearest.memory.limit is not None:
-            parts += [f"\n{_words(nearest)}", *remedies(nearest.memory, nearest.memory.limit)]
+        if nearest is not None and nearest.memory is not None:
+            parts += [f"\n{_words(nearest)}", *remedies(nearest.memory)]
         if self.output is not None and plans:
             parts += [f"\nthe best is written to {self.output}"]
         show(*parts)

@@ -296,7 +296,7 @@ class Search:
 
         def is_roomy(shard: Shard) -> bool:
             memory = counts[shard].memory
-            assert memory is not None and memory.limit is not None
+            assert memory is not None
             room = math.inf if bounds is None else bounds.room(case, memory.limit)
             return any(planner.needed(plan, memory) <= room for plan in fit if plan.shard == shard)
 
@@ -332,7 +332,6 @@ _NOT_COUNTED = ", not counted: it may not fit"
 
 def _print_memory(plan: Plan, counted: Memory, num_devices: int, title: str) -> None:
     """Print how much of this machine's memory a plan's units need, before they run here: others may have taken it."""
-    assert counted.limit is not None
     needs, room = (gib(num_devices * each) for each in (planner.needed(plan, counted), counted.limit))
     words = f"{title}: its units run here, in about {needs} GiB of this machine's {room}, and what they compute with"
     print(

@@ -53,7 +53,7 @@ def _least_dropless(answers: Answers, wanted: Wanted) -> tuple[str, float]:
         answers.raise_if_shared(error, planner.with_shard(bounds.representative(last), most))
         # Reported when the case's turn comes.
         return "", 0.0
-    if counted.memory is None or counted.memory.limit is None or not answers.dispatches:
+    if counted.memory is None or not answers.dispatches:
         return "", 0.0
     bounds.add_counts(cut, counted)
     if needs := bounds.why_none_fits(cut):

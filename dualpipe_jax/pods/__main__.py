@@ -22,9 +22,8 @@ def answers(asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
       ValueError: the options do not fit together.
     """
     request = filled(Request, asked)
-    target = None if request.target is None else Target.parse(request.target)
-    devices = None
-    if target is not None and request.compile not in ("nothing", "draw"):
+    target, devices = Target.parse(request.target), None
+    if request.compile not in ("nothing", "draw"):
         say(f"loading the compiler for {target}")
         os.environ.update(STATISTICS_ENVIRONMENT)
         devices = target.devices()

@@ -63,7 +63,6 @@ class StepBound:
     """
 
     def __init__(self, plan: Plan, counted: Answer):
-        assert counted.target is not None
         self.clock, self.plan = counted.target.clock, plan
         self._counted, self._schedule, self._products = counted, schedule_of(plan), counted.products
         self._costs = functools.cache(self._costs_by)
@@ -87,7 +86,7 @@ class StepBound:
         to change.
         """
         memory = self._counted.memory
-        assert memory is not None and memory.limit is not None
+        assert memory is not None
         return needed(plan, memory, _sequences(plan) / _sequences(self.plan)), memory.limit
 
     def _costs_by(self, split: bool, factors: tuple[tuple[str, float], ...]) -> "_BoundCosts":
@@ -228,7 +227,7 @@ class Bounds:
           counted: the answer with the counts of ``representative(cut)``, with the last ``shard`` that may be
             chosen.
         """
-        assert counted.memory is not None and counted.memory.limit is not None
+        assert counted.memory is not None
         plan, limit, refused = self.representative(cut), counted.memory.limit, []
         self._by_cut[cut] = StepBound(plan, counted)
         self._by_policy.setdefault((cut.dispatch, cut.remat), self._by_cut[cut])

@@ -37,15 +37,15 @@ from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
 
 def answer(
-    request: Request, target: Target | None, devices: Sequence[Any] | None, say: Callable[[str], None]
+    request: Request, target: Target, devices: Sequence[Any] | None, say: Callable[[str], None]
 ) -> Answer:
     """Find all that a request asks about one program.
 
     Raises:
       ValueError: the options do not fit together or the target, or a file holds no scheduled program.
     """
-    machine = None if target is None else describe(target)
-    if request.compiled is not None and target is not None:
+    machine = describe(target)
+    if request.compiled is not None:
         say(f"reading {request.compiled}")
         return Answer(machine, compiled=read_text(request, target))
     say("drawing the step")
@@ -56,7 +56,7 @@ def answer(
     program, dispatch = blueprint.program, blueprint.program.dispatch
     kinds = ahead.memory_by_kind(blueprint)
     share = dataclasses.asdict(ahead.rank_memory(blueprint))
-    kept, limit = ahead.stage_memory_of(blueprint), None if machine is None else machine.memory
+    kept, limit = ahead.stage_memory_of(blueprint), machine.memory
     found = Answer(
         target=machine,
         program=dataclasses.replace(plan, microbatches=blueprint.num_microbatches),
@@ -65,9 +65,9 @@ def answer(
         memory=weigh(kinds, None, limit, share, kept),
         links=None if dispatch is None else count_links(plan, dispatch, target, blueprint.tokens_of_device),
         dropped=None if dispatch is None else share_dropped(plan, dispatch, blueprint.tokens_of_device),
-        products={} if target is None or not target.device.flops else products_of(blueprint, target.device),
+        products=products_of(blueprint, target.device) if target.device.flops else {},
     )
-    if devices is None or target is None:
+    if devices is None:
         return with_remedies(found, target, devices, say) if request.hints else found
     device = target.device
     if target.platform == "cpu":
@@ -88,14 +88,14 @@ def answer(
 
 
 def with_remedies(
-    found: Answer, target: Target | None, devices: Sequence[Any] | None, say: Callable[[str], None]
+    found: Answer, target: Target, devices: Sequence[Any] | None, say: Callable[[str], None]
 ) -> Answer:
     """The answer; for a step that does not fit also options that make it fit, with memory counted as the step's is.
 
     No options where the count fits, and only the compiler refuses the program: how much it needs is not known.
     """
     plan, memory = found.program, found.memory
-    if plan is None or memory is None or memory.limit is None or memory.needed <= memory.limit:
+    if plan is None or memory is None or memory.needed <= memory.limit:
         return found
     say("it does not fit: counting what other options need")
     beyond = max(0, memory.beyond or 0)

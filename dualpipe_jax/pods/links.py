@@ -32,13 +32,13 @@ class Dispatch:
     top_groups: int = 1
 
 
-def count_links(plan: Plan, dispatch: Dispatch, target: Target | None, tokens: int) -> Links | None:
+def count_links(plan: Plan, dispatch: Dispatch, target: Target, tokens: int) -> Links | None:
     """Count copies of a token and bytes of a device in one dispatch of a layer, with ``tokens`` tokens per device.
 
     The number of nodes is the plan's ``ep_nodes``, else what a CUDA target's shape says. None where all
     experts of a layer are on one node, or where their devices do not fill whole nodes.
     """
-    size = target.shape[-1] if target is not None and target.platform == "cuda" else plan.ep
+    size = target.shape[-1] if target.platform == "cuda" else plan.ep
     nodes = plan.ep_nodes if plan.ep_nodes > 1 else plan.ep // size
     if nodes < 2 or (plan.ep_nodes == 1 and plan.ep % size):
         return None

@@ -259,7 +259,7 @@ def split_by_count(case: Case, counts: Mapping[Shard, Answer]) -> tuple[list[Pla
     fit, refused = [], []
     for plan, shard in itertools.product(case.plans, counts):
         own, memory = with_shard(plan, shard), counts[shard].memory
-        assert memory is not None and memory.limit is not None
+        assert memory is not None
         size = needed(own, memory)
         if at_most(size, memory.limit):
             fit.append(own)
@@ -278,7 +278,7 @@ class Prices:
     """
 
     def __init__(self, case: Case, shard: Shard, found: Answer):
-        assert found.compiled is not None and found.target is not None and found.memory is not None
+        assert found.compiled is not None and found.memory is not None
         self.case, self.shard, self.layers = case, shard, found.stage_layers
         self.compiled, self.step, self.target = found.compiled, found.step, found.target
         self.beyond = _beyond(found)
@@ -333,7 +333,7 @@ def _beyond(found: Answer) -> float:
     """Bytes that a program takes beyond its count; a lower bound if the compiler refused it for memory."""
     memory, compiled = found.memory, found.compiled
     assert memory is not None and compiled is not None
-    if compiled.out_of_memory is not None and memory.limit is not None:
+    if compiled.out_of_memory is not None:
         return max(0.0, memory.limit - memory.total)
     return max(0.0, memory.beyond or 0)
 

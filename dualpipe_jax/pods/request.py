@@ -11,7 +11,7 @@ class Request:
 
     Attributes:
       plan: the plan of the step.
-      target: the name of the target; None: any devices, for which nothing can be compiled.
+      target: the name of the target.
       compile: the part of the step to compile:
         "pair": an overlapped pair, for the overlap.
         "units": each unit of the engine once, for costs.
@@ -31,7 +31,7 @@ class Request:
     """
 
     plan: Plan
-    target: str | None
+    target: str
     compile: str
     files: tuple[str, ...] = ()
     compiled: str | None = None

@@ -53,7 +53,7 @@ class Memory:
       beyond: bytes that the compiled program takes beyond its count; None where the compiler reported no
         memory.
       needed: all bytes that are needed; see ``weigh``.
-      limit: the memory of a device; None without a target.
+      limit: the memory of a device.
       fits: whether the limit is enough.
       share: sizes of a rank's whole share of the model: the fields of a ``MemoryModel``; see
         ``ahead.rank_memory``.
@@ -67,7 +67,7 @@ class Memory:
     total: int
     beyond: int | None
     needed: int
-    limit: int | None
+    limit: int
     fits: bool
     share: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     kept: StageMemory | None = None
@@ -370,7 +370,7 @@ class Answer:
       step: the predicted time of a step.
     """
 
-    target: TargetFigures | None = None
+    target: TargetFigures
     program: Plan | None = None
     stage_layers: tuple[int, ...] = ()
     parameters: Parameters | None = None
@@ -385,7 +385,7 @@ class Answer:
 def weigh(
     kinds: Mapping[str, int],
     compiled: Compiled | None,
-    limit: int | None,
+    limit: int,
     share: Mapping[str, Any] | None = None,
     kept: StageMemory | None = None,
 ) -> Memory:
@@ -398,7 +398,7 @@ def weigh(
     Args:
       kinds: counted bytes of a device, by kind.
       compiled: the compiled program; None: nothing was compiled.
-      limit: bytes of a device; None: not known.
+      limit: bytes of a device.
       share, kept: see ``Memory``.
     """
     total, beyond = sum(kinds.values()), None
@@ -407,5 +407,5 @@ def weigh(
         beyond = compiled.memory["peak"] - there
     needed = total + max(0, beyond or 0)
     refused = compiled is not None and compiled.out_of_memory is not None
-    fits = (limit is None or needed <= limit) and not refused
+    fits = needed <= limit and not refused
     return Memory(kinds, total, beyond, needed, limit, fits, share or {}, kept)

@@ -350,7 +350,7 @@ def test_what_is_needed():
     assert of("pair", 3).needed == 12, "some of what was counted is not in it"
     assert of("units", None).needed == 12
     assert not of("step", None, out_of_memory="...").fits
-    assert not weigh(kinds, None, 11).fits and weigh(kinds, None, None).fits
+    assert not weigh(kinds, None, 11).fits and weigh(kinds, None, 12).fits
 
 
 @pytest.mark.parametrize("command", ["overlap", "dryrun"])

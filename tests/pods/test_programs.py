@@ -22,7 +22,7 @@ from dualpipe_jax.pods import Answer, Plan, Setting, ahead, loading
 from dualpipe_jax.pods.dryrun import draw
 from dualpipe_jax.pods.plain import filled, plain
 from dualpipe_jax.pods.program import Blueprint, abstract_mesh
-from dualpipe_jax.pods.results import Compiled, Unit
+from dualpipe_jax.pods.results import Compiled, TargetFigures, Unit
 from dualpipe_jax.schedule import dualpipe
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 from tests.pods import own_program
@@ -179,7 +179,8 @@ def test_changes_that_it_does_not_take_and_mistakes_inside():
 def test_results_come_back_from_json():
     unit = Unit(3.0, 2.0, 1.0, 1.0, 0)
     found = Answer(
-        program=PLAN,
+        TargetFigures("v5e:4x4", 16, 2**34, 197e12, 819e9, 1.5e9),
+        PLAN,
         compiled=Compiled(
             "units", units={UnitKey("F"): unit, UnitKey("FB", ("first", "last")): unit}, options={"a": "b"}
         ),

@@ -44,7 +44,7 @@ def counted(name):
 def count(plan):
     blueprint = draw(plan, None, None)
     share = plain(ahead.rank_memory(blueprint))
-    return weigh(ahead.memory_by_kind(blueprint), None, None, share, ahead.stage_memory_of(blueprint))
+    return weigh(ahead.memory_by_kind(blueprint), None, 0, share, ahead.stage_memory_of(blueprint))
 
 
 @pytest.mark.parametrize("alike", [ONE_A_RANK, TWO_A_RANK], ids=["one stage a rank", "two"])

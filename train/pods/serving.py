@@ -71,15 +71,14 @@ class ServingStep:
 
 
 def study(
-    request: Request, target: Target | None, devices: Sequence[Any] | None, say: Callable[[str], None]
+    request: Request, target: Target, devices: Sequence[Any] | None, say: Callable[[str], None]
 ) -> Answer:
     """Build a step of serving, compile it for the target, and return what the compiler made of it.
 
     Raises:
-      ValueError: there is no target, or the options do not fit together or the target.
+      ValueError: the options do not fit together or the target.
     """
-    if target is None or devices is None:
-        raise ValueError(f"--what {request.compile}: give a --target, whose compiler is asked")
+    assert devices is not None
     say(f"drawing {request.compile}")
     step = build_step(request, target, devices)
     actual_plan = dataclasses.replace(request.plan, ep=step.mesh.shape[EP])
