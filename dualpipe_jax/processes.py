@@ -3,7 +3,6 @@
 import os
 import socket
 import subprocess
-from collections.abc import Mapping
 
 from dualpipe_jax.inspect.compiler import GPU_PROCESS, gpu_process_environment
 
@@ -41,9 +40,9 @@ def gpu_environment(number: int, count: int, *, one_gpu: bool = False) -> dict[s
     }
 
 
-def too_few_gpus(count: int, environ: Mapping[str, str] = os.environ) -> str:
+def too_few_gpus(count: int) -> str:
     """The error message if this machine has fewer than ``count`` GPUs; empty if it has enough or that is not known."""
-    found = count_gpus(environ)
+    found = count_gpus()
     if found is None or found >= count:
         return ""
     if found == 0:
@@ -54,9 +53,9 @@ def too_few_gpus(count: int, environ: Mapping[str, str] = os.environ) -> str:
     )
 
 
-def count_gpus(environ: Mapping[str, str] = os.environ) -> int | None:
+def count_gpus() -> int | None:
     """The number of NVIDIA GPUs that a process here sees; None if nvidia-smi is missing or fails."""
-    if (visible := environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)

@@ -149,7 +149,7 @@ class StepOptions:
         Raises:
           ValueError: an option is not NAME=VALUE.
         """
-        return dict(pair_of(text, "--compiler-option") for text in self.compiler_option)
+        return dict(map(_pair_of, self.compiler_option))
 
     def check(self) -> None:
         """Check ranges, and that devices can share a microbatch; ``make_schedule`` checks the rest.
@@ -193,11 +193,10 @@ class StepOptions:
         return schedule if self.max_stash is None else limit_stash(schedule, self.max_stash)
 
 
-def pair_of(text: str, option: str) -> tuple[str, str]:
-    """The two parts of NAME=VALUE, as given to an option. Raises ValueError for text of another form."""
+def _pair_of(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        raise ValueError(f"{option} {text}: wants NAME=VALUE")
+        raise ValueError(f"--compiler-option {text}: wants NAME=VALUE")
     return name, value
 
 

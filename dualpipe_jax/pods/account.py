@@ -35,7 +35,7 @@ def account_of(
     useful: UsefulSeconds,
     beside: Overheads,
     device: Device,
-    placed: CostModel | None = None,
+    placed: CostModel,
 ) -> tuple[Part, ...]:
     """Divide the seconds of a step into parts that add up to it, on average over ranks.
 
@@ -71,10 +71,12 @@ def account_of(
     slots = [slot for order in schedule.orders for slot in order]
     ranks = schedule.num_ranks if compiled.at_once is None else min(schedule.num_ranks, compiled.at_once)
 
+    table = predict.table_of(schedule, placed)
+
     def spans(costs: CostModel) -> tuple[float, float]:
         """Cycles of all ticks of a step, and cycles of its work, summed over slots and divided by ``ranks``."""
         busy = sum(costs.of(slot, schedule.placement) for slot in slots) / ranks
-        return predict.span(predict.table_of(schedule, placed or costs), costs, compiled.at_once), busy
+        return predict.span(table, costs, compiled.at_once), busy
 
     whole, busy = spans(costs)
     even, busy_even = spans(equal)
@@ -85,7 +87,7 @@ def account_of(
         "waiting for collectives": waits,
         "idle: bubble of equal stages": even - busy_even,
         "idle: stages that are not equal": (whole - busy) - (even - busy_even),
-        "ticks beside their units": predict.table_of(schedule, placed or costs).num_ticks * beside.tick,
+        "ticks beside their units": table.num_ticks * beside.tick,
         "beside the ticks": beside.step,
         "the optimizer's update": compiled.update_cycles,
     }
