@@ -1,18 +1,13 @@
 """The parts of a step's time: the program's operations at the peak, and all that the prediction takes beyond them."""
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 
 from dualpipe_jax.inspect.target import Device
 from dualpipe_jax.pods import predict
-from dualpipe_jax.pods.costs import UnitCosts, find_unit, splits
+from dualpipe_jax.pods.costs import UnitCosts, splits, unit_costs
 from dualpipe_jax.pods.results import Compiled, Overheads, Part, Unit
-from dualpipe_jax.pods.units import key_of, kind_at, kinds_of
-from dualpipe_jax.schedule import Action, CostModel, Op, Schedule, Slot
-from dualpipe_jax.schedule.lowering.unit_key import UnitKey
-
-Field = Callable[[Unit], float]
+from dualpipe_jax.schedule import CostModel, Op, Schedule, Slot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +65,6 @@ def account_of(
     equal = dataclasses.replace(costs, extra={}, FB=costs.FB, cycles=usual)
     slots = [slot for order in schedule.orders for slot in order]
     ranks = schedule.num_ranks if compiled.at_once is None else min(schedule.num_ranks, compiled.at_once)
-
     table = predict.table_of(schedule, placed)
 
     def spans(costs: CostModel) -> tuple[float, float]:
@@ -80,10 +74,31 @@ def account_of(
 
     whole, busy = spans(costs)
     even, busy_even = spans(equal)
-    sums = _SlotSums(schedule, compiled.units, splits(schedule))
-    waits = sum(sums.of(slot, lambda unit: unit.exposed) for slot in slots) / ranks
+
+    def total(slots: Iterable[Slot], field: Callable[[Unit], float]) -> float:
+        """The sum of a field of units over slots, by the rules by which ``unit_costs`` sums their cycles."""
+        units = {key: dataclasses.replace(unit, cycles=field(unit)) for key, unit in compiled.units.items()}
+        of_field = unit_costs(units, 0.0, split=splits(schedule))
+        return sum(of_field.of(slot, schedule.placement) for slot in slots)
+
+    waits = total(slots, lambda unit: unit.exposed) / ranks
     work = busy - waits - useful.program * device.clock
-    cycles = _work_parts(sums, slots, ranks, useful, device, work) | {
+    if any(unit.flops is None for unit in compiled.units.values()):
+        parts_of_work = {"work beyond the peak": work}
+    else:
+        a_cycle = device.flops / device.clock * ranks
+        forwards = [(action,) for slot in slots for action in slot if action.op is Op.F]
+        done, forward = (total(some, lambda unit: unit.flops or 0.0) / a_cycle for some in (slots, forwards))
+        inside = total(slots, lambda unit: unit.matmuls) / ranks
+        program, unfilled = useful.program * device.clock, useful.unfilled * device.clock
+        parts_of_work = {
+            "recomputation": done - 3 * forward,
+            "capacity not filled": unfilled,
+            "operations that the program does not count": 3 * forward - program - unfilled,
+            "matrix units not full": inside - done,
+            "no matrix product": work + program - inside,
+        }
+    cycles = parts_of_work | {
         "waiting for collectives": waits,
         "idle: bubble of equal stages": even - busy_even,
         "idle: stages that are not equal": (whole - busy) - (even - busy_even),
@@ -93,76 +108,3 @@ def account_of(
     }
     parts = (Part(name, value / device.clock) for name, value in cycles.items())
     return Part("the program's operations at the peak", useful.program), *parts
-
-
-def _work_parts(
-    sums: "_SlotSums", slots: list[Slot], ranks: float, useful: UsefulSeconds, device: Device, work: float
-) -> dict[str, float]:
-    """Cycles of a rank's work beyond the program's operations at the peak, by the names of ``account_of``'s parts."""
-    if any(unit.flops is None for unit in sums.units.values()):
-        return {"work beyond the peak": work}
-    a_cycle = device.flops / device.clock * ranks
-
-    def of_all(field: Field) -> float:
-        return sum(sums.of(slot, field) for slot in slots)
-
-    done = of_all(lambda unit: unit.flops or 0.0) / a_cycle
-    forwards = [action for slot in slots for action in slot if action.op is Op.F]
-    thrice = 3 * sum(sums.action(action, lambda unit: unit.flops or 0.0) for action in forwards) / a_cycle
-    inside = of_all(lambda unit: unit.matmuls) / ranks
-    program, unfilled = useful.program * device.clock, useful.unfilled * device.clock
-    return {
-        "recomputation": done - thrice,
-        "capacity not filled": unfilled,
-        "operations that the program does not count": thrice - program - unfilled,
-        "matrix units not full": inside - done,
-        "no matrix product": work + program - inside,
-    }
-
-
-@dataclasses.dataclass(frozen=True)
-class _SlotSums:
-    """Sums of a field of units for the slots of a schedule, by the rules by which ``unit_costs`` sums their cycles."""
-
-    schedule: Schedule
-    units: Mapping[UnitKey, Unit]
-    halves: bool
-
-    @functools.cached_property
-    def kinds(self) -> Mapping[int, str]:
-        return kinds_of(self.units)
-
-    def of(self, slot: Slot, field: Field) -> float:
-        """The value of ``field`` for a slot: that of its unit, or else the sum over its actions, as in ``stage_costs``.
-
-        Where the usual pair was measured, a pair without a unit of its own counts as that pair, plus what
-        each action takes beyond a usual stage's; an action alone then counts for no less than a usual
-        stage's.
-        """
-        own = find_unit(self.units, key_of(slot, self.schedule.placement, self.kinds))
-        if own is not None:
-            return field(own)
-        each = [(self.action(action, field), self._of(action.op, field)) for action in slot]
-        pair = self.units.get(UnitKey("FB"))
-        if pair is None:
-            return sum(of_kind for of_kind, _ in each)
-        usual = field(pair) if len(slot) == 2 else each[0][1]
-        return usual + sum(max(0.0, of_kind - usual) for of_kind, usual in each)
-
-    def action(self, action: Action, field: Field) -> float:
-        """The value of ``field`` for an action alone, by the kind of its stage where that is known."""
-        kind = kind_at(action.stage, self.schedule.placement, self.kinds)
-        return self._of(action.op, field, kind)
-
-    def _of(self, op: Op, field: Field, kind: str | None = None) -> float:
-        def one(name: str) -> float | None:
-            usual = self.units.get(UnitKey(name))
-            unit = usual if kind is None else self.units.get(UnitKey(name, (kind,)), usual)
-            return None if unit is None else field(unit)
-
-        names = ("I", "W") if op is Op.B and self.halves else (op.name,)
-        found = [one(name) for name in names]
-        if None not in found:
-            return sum(value for value in found if value is not None)
-        part = {Op.I: 2 / 3, Op.W: 1 / 3}.get(op, 1.0)
-        return part * (one("B") or 0.0)

@@ -168,7 +168,9 @@ def test_the_account_of_pairs_of_ends_adds_up():
 
 def test_waits_of_pairs_that_were_not_measured_by_hand():
     """DualPipe on 2 ranks: a pair of kinds of its own waits as it did, another as a usual one and its parts beyond."""
-    waits = {"F": 10, "F/last": 25, "I": 7, "I/first": 9, "W": 2, "B": 12, "FB": 100, "FB/first-last": 130}
+    waits = {"F": 10, "F/first": 10, "F/last": 25, "I": 7, "I/first": 9, "I/last": 7}
+    waits |= {"W": 2, "W/first": 2, "W/last": 2, "B": 12, "B/first": 12, "B/last": 12}
+    waits |= {"FB": 100, "FB/first-last": 130}
     units = keyed({name: Unit(1e6, 1e6 - each, 0.0, each, 0) for name, each in waits.items()})
     plan = Plan(BLOCKS, 2, schedule="dualpipe", pp=2, ep=2, microbatches=8, microbatch_size=4)
     step = step_time.predict_step(
