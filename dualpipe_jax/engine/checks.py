@@ -309,19 +309,16 @@ def check_kinds(model: StagedModel, own: Tree, shared: Tree, x: Tree, at: At, *,
 
 def _check_collectives(where: str, found: Mapping[str, frozenset[str]]) -> None:
     if "ppermute" in found:
-        raise ValueError(f"{where} contains a ppermute. {_NO_PPERMUTE}")
+        raise ValueError(
+            f"{where} contains a ppermute. Ranks run it at different times, and a permute in a branch waits for all "
+            "devices and hangs; use all_to_all, all_gather or psum over 'ep' instead."
+        )
     if over := sorted(name for name, axes in found.items() if PP in axes):
         raise ValueError(
             f"{where} contains a {over[0]} over 'pp'. Ranks run it at different times, so they never meet and the step "
             "hangs; sum over 'ep' and 'dp' alone. Over microbatches and stages the engine sums: return the value in "
             "Out.metrics."
         )
-
-
-_NO_PPERMUTE = (
-    "Ranks run it at different times, and a permute in a branch waits for all devices and hangs; use all_to_all, "
-    "all_gather or psum over 'ep' instead."
-)
 
 
 def check_backward(name: str, found: Mapping[str, frozenset[str]]) -> None:

@@ -22,32 +22,17 @@ from dualpipe_jax.split.plan import SplitPlan
 from dualpipe_jax.split.run import evaluate
 
 
-@dataclasses.dataclass(frozen=True)
-class StageInputTypes:
-    """Types of all that a stage sees on one device; PRNG keys are typed keys here.
-
-    Attributes:
-      own: types of the stage's own parameters.
-      shared: types of the shared parameters.
-      x: types of its input; None at the first stage.
-      at: types of the stage's ``At``.
-    """
-
-    own: Tree
-    shared: Tree
-    x: Tree
-    at: At
-
-
-def raw_stage(kind: str, function: StageFunction, types: StageInputTypes, vary: Vary) -> Callable[..., Any]:
+def raw_stage(
+    kind: str, function: StageFunction, params: tuple[Tree, Tree], seen: tuple[Tree, At], vary: Vary
+) -> Callable[..., Any]:
     """A stage as a function of raw trees: ``f((own, shared), (x, at)) -> ((x, losses), metrics)``.
 
-    PRNG keys are plain integers here, since slots and permutes cannot hold typed keys; losses are float32.
+    PRNG keys are plain integers here, since slots and permutes cannot hold typed keys; ``params`` and ``seen``
+    are the types of the arguments with typed keys. Losses are float32.
     """
 
-    def stage(params: tuple[Tree, Tree], seen: tuple[Tree, At]) -> Any:
-        own, shared = typed(params[0], types.own), typed(params[1], types.shared)
-        out = checked_output(kind, function(own, shared, typed(seen[0], types.x), typed(seen[1], types.at)))
+    def stage(raw_params: tuple[Tree, Tree], raw_seen: tuple[Tree, At]) -> Any:
+        out = checked_output(kind, function(*typed(raw_params, params), *typed(raw_seen, seen)))
         losses = {name: jnp.asarray(loss).astype(jnp.float32) for name, loss in out.losses.items()}
         metrics = jax.tree.map(lambda m: jax.lax.stop_gradient(as_metric(m)), dict(out.metrics))
         return vary((raw(out.x), losses)), vary(metrics)

@@ -9,7 +9,7 @@ import jax
 
 from dualpipe_jax.contract import At, StagedModel, Tree
 from dualpipe_jax.engine import checks
-from dualpipe_jax.engine.kinds import ForwardKind, Kind, StageInputTypes, raw_stage, with_dropped_count
+from dualpipe_jax.engine.kinds import ForwardKind, Kind, raw_stage, with_dropped_count
 from dualpipe_jax.engine.prepared import Prepared
 from dualpipe_jax.engine.trees import Vary, raw, raw_zeros, sum_dtype, zeros
 from dualpipe_jax.schedule import Placement
@@ -69,7 +69,7 @@ def trace(
     seen = [vary(raw_zeros((x, at))) for x in given]
     functions = [
         with_dropped_count(
-            raw_stage(name, model.kinds[name], StageInputTypes(*params, x, at), vary),
+            raw_stage(name, model.kinds[name], params, (x, at), vary),
             vary(raw_zeros(params)),
             sees,
         )
