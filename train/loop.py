@@ -36,7 +36,7 @@ def train(
     checkpoints: Checkpoints,
     watch: Watch,
     processes: Processes,
-    carried: Mapping[str, Any] | None = None,
+    carried: Mapping[str, Any],
 ) -> TrainState:
     """Run the remaining steps of a run and return its last state. Each step writes a line of metrics, the last one
     also a checkpoint.
@@ -50,7 +50,6 @@ def train(
     """
     config, step_times, first = this.config, StepTimes(), int(state.step)
     num_steps, waited, step = config.optimizer.steps, 0.0, first
-    carried = carried or {"skipped": 0}
     trouble, skipped = TroubleDetector(config.log.spike), carried["skipped"]
     progress = Progress.resumed(this.recipe, first, carried)
     if (text := reordering_warning(config.sequence, carried)) is not None:

@@ -25,16 +25,11 @@ class Progress:
 
     @classmethod
     def resumed(cls, recipe: Recipe, step: int, carried: Mapping[str, Any]) -> Self:
-        """The progress of a run that resumes before ``step``, counted from 0, from what its checkpoint carries.
-
-        Checkpoints of earlier trainers hold only the number of "skipped" batches. Then all earlier batches are assumed
-        to have had today's size.
-        """
-        counted = recipe.count_tokens(step)
+        """The progress of a run that begins or resumes before ``step``, counted from 0, from what its checkpoint
+        carries, if there is one."""
         if "progress" not in carried:
-            read = recipe.count_tokens(step + carried["skipped"])
-            return cls(recipe, (read - counted) // recipe.sequence)
-        saved = carried["progress"]
+            return cls(recipe)
+        saved, counted = carried["progress"], recipe.count_tokens(step)
         read = -(-saved["sequences"] * saved["sequence"] // recipe.sequence)
         return cls(recipe, read - counted // recipe.sequence, saved["tokens"] - counted)
 

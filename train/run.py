@@ -154,16 +154,10 @@ def train_and_report(
             say(console, f"held-out loss   {found['heldout_loss']:.3f} nats per {unit}")
         export_weights(this, state, console, processes)
         return
-    first, carried = int(state.step), dict(checkpoints.restored.get("carried", {}))
-    # Nothing was restored, so nothing is found there, or the checkpoint is of an earlier trainer, which kept these in
-    # metrics.jsonl alone.
-    if not carried:
-        carried["before"], carried["skipped"] = processes.broadcast(
-            lambda: (earlier_held_out_loss(earlier_records), earlier_skipped_batches(earlier_records))
-        )
+    first, carried = int(state.step), {"skipped": 0, **checkpoints.restored.get("carried", {})}
     say(console, "\ncompiling ...")
     changed = held_out_changes(checkpoints.restored.get("options", {}), this.config)
-    if carried["before"] is None or changed:
+    if "before" not in carried or changed:
         found = this.held_out(state.params)
         carried["before"], carried["since"] = found["heldout_loss"], first
         file.write({"step": first, **found, **({"anew": True} if changed else {})})
@@ -206,21 +200,6 @@ def export_weights(this: Run, state: TrainState, console: Console, processes: Pr
     processes.heartbeat.phase("exporting")
     if (text := export(this, state, processes)) is not None:
         say(console, text)
-
-
-def earlier_skipped_batches(earlier_records: Sequence[Mapping[str, Any]]) -> int:
-    """The number of batches that an earlier part of the run skipped."""
-    return next((record.get("skipped", 0) for record in reversed(earlier_records) if "loss" in record), 0)
-
-
-def earlier_held_out_loss(earlier_records: Sequence[Mapping[str, Any]]) -> float | None:
-    """The held-out loss before the first step, if it was measured before the run was resumed."""
-    found = [
-        record["heldout_loss"]
-        for record in earlier_records
-        if record["step"] == 0 and "heldout_loss" in record
-    ]
-    return found[-1] if found else None
 
 
 def held_out_changes(saved: Mapping[str, Any], config: TrainConfig) -> str:

@@ -30,7 +30,6 @@ from train.processes.stop import Stop
 from train.progress import Progress
 from train.recipe import follow, run_recipe
 from train.report import RunFolder
-from train.run import earlier_held_out_loss, earlier_skipped_batches
 from train.setup import Run
 from train.trouble import TroubleDetector
 from train.watch import Watch
@@ -290,16 +289,6 @@ def test_without_a_checkpoint_it_begins_anew_and_gives_up_where_that_does_not_he
     message = "grad_norm is nan at step 3; lower --learning-rate, or --on-trouble skip goes back"
     with pytest.raises(DivergedError, match=message):
         run({2: NAN}, path, name="grad_norm")
-
-
-def test_a_resumed_run_draws_on_where_it_skipped(tmp_path):
-    """By a checkpoint of an earlier trainer, which carries no more than how many batches were skipped."""
-    lines, said, learnt, _ = run([], tmp_path / "metrics.jsonl", config=SKIP, start=2, carried={"skipped": 2})
-    assert learnt == [4, 5, 6, 7] and "warning" not in said
-    assert earlier_skipped_batches([*lines, {"step": 6, "heldout_loss": 1.0}]) == 2
-    assert earlier_skipped_batches([{"step": 0, "heldout_loss": 1.0}]) == earlier_skipped_batches([]) == 0
-    losses = [{"step": step, "heldout_loss": 5.0 - step} for step in (0, 3)]
-    assert earlier_held_out_loss(losses) == 5.0 and earlier_held_out_loss(losses[1:]) is None
 
 
 def test_a_run_that_goes_on_in_other_batches_reads_on_where_it_was(tmp_path):
