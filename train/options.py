@@ -62,7 +62,7 @@ class Command(TrainConfig):
 def parse(arguments: Sequence[str] | None = None) -> Command:
     """Read the command line (``sys.argv`` if None). Exits with code 2 where it cannot be read.
 
-    Flags may also be written with their section: ``--mesh.pp 4`` is ``--pp 4``.
+    Flags may also be written with their section: ``--step.pp 4`` is ``--pp 4``.
 
     Raises:
       ConfigError: there is no such preset, or a file cannot be read or holds an unknown option.
@@ -188,47 +188,6 @@ def read_file(path: Path) -> Mapping[str, Any]:
     return found
 
 
-_FORMER = {
-    "mesh": {
-        "first_microbatches": ("optimizer", "first_microbatches"),
-        "ramp_tokens": ("optimizer", "ramp_tokens"),
-        "rebalance_every": ("experts", "rebalance_every"),
-        "redundant_experts": ("experts", "redundant_experts"),
-    },
-    "model": {
-        **{
-            name: ("step", name)
-            for name in ("precision", "dispatch", "capacity_factor", "remat", "attention", "matmul")
-        },
-        "payload": ("step", "dispatch_payload"),
-    },
-    "data": {"sequence": ("step", "sequence")},
-    "optimizer": {name: ("step", name) for name in ("shard", "moments", "gradient_sums")},
-}
-"""Section of an earlier version -> option -> (section, option) of today, so that old runs and files can be read. All
-other options of the former section "mesh" are in "step" today."""
-
-
-def in_current_sections(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given options, with those that an earlier version wrote in another section moved to today's section.
-
-    The former option ``serialised`` becomes ``overlap``, with the opposite value.
-    """
-    found: dict[str, Any] = {}
-    sections = {section: options for section, options in given.items() if isinstance(options, Mapping)}
-    for section, options in sections.items():
-        own = "step" if section == "mesh" else section
-        found.setdefault(own, {})
-        for name, value in options.items():
-            place, now = _FORMER.get(section, {}).get(name, (own, name))
-            found[place] = {**found.get(place, {}), now: value}
-    found |= {name: value for name, value in given.items() if name not in sections}
-    if isinstance(step := found.get("step"), Mapping) and isinstance(step.get("serialised"), bool):
-        rest = {name: value for name, value in step.items() if name != "serialised"}
-        found["step"] = {**rest, "overlap": not step["serialised"]}
-    return found
-
-
 def apply(base: TrainConfig, given: Mapping[str, Any], where: str) -> TrainConfig:
     """``base`` with the options of a file. Names and types are checked; error messages begin with ``where``.
 
@@ -253,7 +212,7 @@ def apply(base: TrainConfig, given: Mapping[str, Any], where: str) -> TrainConfi
             config = replaced(config, (name,), value)
         return config
 
-    return visit(base, TrainConfig, in_current_sections(given), ())
+    return visit(base, TrainConfig, given, ())
 
 
 def options_as_dict(config: TrainConfig) -> dict[str, Any]:
@@ -278,15 +237,8 @@ def _without_section(argument: str) -> str:
     return _DOTTED.get(flag.replace("_", "-"), flag) + equals + value
 
 
-def _dotted() -> dict[str, str]:
-    """Flag with its section, today's or a former one -> flag, such as "--mesh.pp" -> "--pp"."""
-    flag_of = {path: flag for flag, path in FLAGS.items() if len(path) > 1}
-    former = {("mesh", name): flag for (section, name), flag in flag_of.items() if section == "step"}
-    former |= {(s, name): flag_of[now] for s, names in _FORMER.items() for name, now in names.items()}
-    return {f"--{'.'.join(path)}".replace("_", "-"): flag for path, flag in (former | flag_of).items()}
-
-
-_DOTTED = _dotted()
+_DOTTED = {f"--{'.'.join(path)}".replace("_", "-"): flag for flag, path in FLAGS.items()}
+"""Flag with its section -> flag, such as "--step.pp" -> "--pp"."""
 
 
 def _convert(kind: Any, value: Any, where: str) -> Any:

@@ -31,7 +31,7 @@ from train.figures.metrics import MetricsFile, say
 from train.figures.trackers import Tracker, Trackers
 from train.loop import train
 from train.model import count_parameters, describe_dispatch, has_selection_bias, model_config
-from train.options import in_current_sections, options_as_dict
+from train.options import options_as_dict
 from train.processes.group import Processes, common_facts
 from train.recipe import describe as describe_recipe
 from train.report import write_report
@@ -204,12 +204,12 @@ def export_weights(this: Run, state: TrainState, console: Console, processes: Pr
 
 def held_out_changes(saved: Mapping[str, Any], config: TrainConfig) -> str:
     """The options that have changed since a checkpoint and change the held-out text, in words; "" if there are none."""
-    before, now = in_current_sections(saved), options_as_dict(config)
+    now = options_as_dict(config)
     return ", ".join(
         f"{flag} was {then} and is {now[section][name]} now"
         for flag in ("--eval-sequences", "--sequence")
         for section, name in (FLAGS[flag],)
-        if (then := before.get(section, {}).get(name, now[section][name])) != now[section][name]
+        if (then := saved.get(section, {}).get(name, now[section][name])) != now[section][name]
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 from train.checks import check
 from train.config import FLAGS, ConfigError, TrainConfig, configure, make_schedule, option, replaced
 from train.figures.folder import write_config
-from train.options import apply, in_current_sections, options_as_dict, parse
+from train.options import apply, options_as_dict, parse
 from train.presets import PRESETS
 
 FILES = {
@@ -84,42 +84,6 @@ def test_every_option_has_a_flag_of_its_own():
     assert option(TrainConfig(), "--pp") == 4
 
 
-def test_runs_and_files_from_before_go_on(tmp_path):
-    """Of the sections that there were, each option is read where it stands now."""
-    file = tmp_path / "config.json"
-    before = {
-        "step": {"serialised": True},
-        "mesh": {
-            "schedule": "zb_h1",
-            "pp": 2,
-            "first_microbatches": 2,
-            "ramp_tokens": 9,
-            "rebalance_every": 5,
-        },
-        "model": {"name": "tiny", "precision": "bfloat16", "payload": "float8", "mtp": 1},
-        "data": {"sequence": 32, "paths": ["a"]},
-        "optimizer": {"shard": "optimizer", "gradient_sums": "bfloat16", "clip": 2.0},
-        "seed": 3,
-    }
-    file.write_text(json.dumps(before))
-    now = configure(
-        schedule="zb_h1", pp=2, first_microbatches=2, ramp_tokens=9, rebalance_every=5, model="tiny", mtp=1,
-        data=("a",), precision="bfloat16", dispatch_payload="float8", sequence=32, shard="optimizer",
-        clip=2.0, seed=3, gradient_sums="bfloat16", overlap=False,
-    )  # fmt: skip
-    assert parse(["--config", str(file)]).options == now
-    assert options_as_dict(now) == in_current_sections(options_as_dict(now))
-    flags = ["--mesh.pp", "2", "--model.payload=float8", "--mesh.rebalance-every", "5"]
-    assert parse(flags).options == configure(pp=2, dispatch_payload="float8", rebalance_every=5)
-
-
-@pytest.mark.parametrize("sections", [("optimizer", "step"), ("step", "optimizer")])
-def test_an_option_in_its_former_section_is_read_before_and_after_todays(tmp_path, sections):
-    file, given = tmp_path / "own.json", {"optimizer": {"moments": "bfloat16"}, "step": {"pp": 2}}
-    file.write_text(json.dumps({section: given[section] for section in sections}))
-    assert parse(["--config", str(file)]).options == configure(pp=2, moments="bfloat16")
-
-
 REFUSED = {
     "no such preset": (["--preset", "quik"], "", "--preset quik: did you mean quick? there are "),
     "no such file": (["--config", "none.toml"], "", "none.toml: cannot read it: No such file"),
@@ -129,7 +93,6 @@ REFUSED = {
     "no sections": (["--config", "{file}.json"], "[1]", "must hold sections of options, holds list"),
     "no such option": (["--config", "{file}.toml"], "[step]\nschedul = 1", "step.schedul; did you mean schedule?"),
     "no such section": (["--config", "{file}.toml"], "[stop]\npp = 1", "no option stop; did you mean step?"),
-    "not before either": (["--config", "{file}.toml"], "[mesh]\nschedul = 1", "step.schedul; did you mean schedule?"),
     "no section": (["--config", "{file}.toml"], "step = 3", "step is a section, got 3"),
     "text for a number": (["--config", "{file}.toml"], "[step]\npp = '2'", "step.pp is '2', must be int"),
     "truth for a number": (["--config", "{file}.toml"], "seed = true", "seed is True, must be int"),

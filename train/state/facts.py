@@ -14,7 +14,7 @@ import models
 from models.weights.native import DIGEST_KEY, digest
 from train.config import TrainConfig
 from train.errors import CheckpointError
-from train.options import in_current_sections, options_as_dict
+from train.options import options_as_dict
 
 FORMAT = 1
 """The number of the format of checkpoints; raised when an older reader would misread them."""
@@ -77,9 +77,6 @@ def _sum_order(config: TrainConfig) -> dict[str, str]:
 _VECTORS = ("fma", "avx2", "avx512f", "avx512_bf16", "amx_bf16", "sve", "sve2")
 """Instructions of CPUs, as Linux names them, with which XLA computes in another order or rounds elsewhere."""
 
-_CPU = ("cpu", "vectors")
-"""Facts about a CPU, which earlier trainers did not write."""
-
 
 def _cpu() -> dict[str, str]:
     """The CPU, for JAX calls each of them "cpu"; {} if other devices compute, or the system does not tell."""
@@ -91,8 +88,8 @@ def _cpu() -> dict[str, str]:
         return {}
     told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
     there = told.get("flags", told.get("Features", "")).split()
-    values = told.get("model name", ""), " ".join(name for name in _VECTORS if name in there)
-    return dict(zip(_CPU, values, strict=True))
+    vectors = " ".join(name for name in _VECTORS if name in there)
+    return {"cpu": told.get("model name", ""), "vectors": vectors}
 
 
 def step_facts(
@@ -158,8 +155,6 @@ def refuse_foreign(saved: Facts, ours: Facts, where: str) -> None:
 
 def describe_changes(saved: Facts, ours: Facts) -> list[str]:
     """All other differences, in words: first those that prevent equal bits from here on, then changed options."""
-    unsaid = {name: value for name, value in ours["platform"].items() if name in _CPU}
-    saved = {**saved, "platform": unsaid | saved.get("platform", {})}
     found = [
         f"not bit for bit: {what} changed, {describe_difference(saved.get(key), ours[key])}"
         for key, what in NOT_BITWISE.items()
@@ -168,7 +163,7 @@ def describe_changes(saved: Facts, ours: Facts) -> list[str]:
     if saved.get("platform") == ours["platform"] and ours["platform"].get("sums") == ANY_ORDER:
         found.insert(0, "not bit for bit: this GPU adds in any order; a run with --deterministic adds in one")
     # An option that did not exist yet had today's default.
-    before = _leaves(options_as_dict(TrainConfig())) | _leaves(in_current_sections(saved.get("options", {})))
+    before = _leaves(options_as_dict(TrainConfig())) | _leaves(saved.get("options", {}))
     now = _leaves(ours["options"])
     options = [name for name in now if before[name] != now[name] and not _is_unreported(name)]
     if options:
