@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from models.decode import RequestError, SamplingParams
 from models.decode.text import TokenizerLike
 from models.serve.errors import Refused
-from models.serve.formats import AnswerFormat, ChatFormat, CompletionFormat
+from models.serve.formats import ChatFormat, CompletionFormat
 from models.serve.gate import Gate
 from models.serve.job import ChoiceRequest, Job, timeout_error
 from models.serve.limits import HttpLimits
@@ -137,7 +137,7 @@ def make_app(
     return Starlette(routes=routes, middleware=gates, lifespan=lifespan, exception_handlers=handlers)
 
 
-Prepared = tuple[CompletionRequest | ChatRequest, list[ChoiceRequest], AnswerFormat]
+Prepared = tuple[CompletionRequest | ChatRequest, list[ChoiceRequest], CompletionFormat | ChatFormat]
 Prepare = Callable[[bytes, Runner, Served, HttpLimits], Prepared]
 
 
@@ -270,7 +270,7 @@ class _Answer:
         self,
         job: Job,
         parsed: CompletionRequest | ChatRequest,
-        answer_format: AnswerFormat,
+        answer_format: CompletionFormat | ChatFormat,
         limits: HttpLimits,
     ):
         self._job, self._parsed, self._format = job, parsed, answer_format

@@ -7,24 +7,11 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from models.decode import Score
 from models.decode.text import TokenizerLike, TokenOffsets
 from models.serve.job import Piece, Usage
-
-
-class AnswerFormat(Protocol):
-    """The format of the answers to one request."""
-
-    def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
-        """The answer in one piece."""
-
-    def events(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """The events of a stream for one piece."""
-
-    def usage(self, usage: Usage) -> dict[str, Any]:
-        """The last event of a stream that reports its usage."""
 
 
 class CompletionFormat:
@@ -47,12 +34,15 @@ class CompletionFormat:
         self._offsets: dict[int, TokenOffsets] = defaultdict(lambda: TokenOffsets(text.decode))
 
     def whole(self, pieces: Sequence[Piece], usage: Usage) -> dict[str, Any]:
+        """The answer in one piece."""
         return self._header | {"choices": [self._choice(piece) for piece in pieces], "usage": _usage(usage)}
 
     def events(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """The events of a stream for one piece."""
         yield self._header | {"choices": [self._choice(piece)]}
 
     def usage(self, usage: Usage) -> dict[str, Any]:
+        """The last event of a stream that reports its usage."""
         return self._header | {"choices": [], "usage": _usage(usage)}
 
     def _choice(self, piece: Piece) -> dict[str, Any]:

@@ -8,46 +8,15 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
-from models.decode import Completion, Limits, RequestError, SamplingParams, Score
+from models.decode import Completion, Engine, RequestError, SamplingParams, Score
 from models.serve.errors import Refused
 
 OnUpdate = Callable[[Sequence[int], Sequence[Score], Completion | None], None]
 """A function that the event loop calls with new tokens, their scores if asked for, and, at the end, the
 completion."""
-
-
-class EngineLike(Protocol):
-    """The interface of the engine that is run: ``models.decode.Engine``."""
-
-    limits: Limits
-
-    @property
-    def busy(self) -> bool: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def num_used_blocks(self) -> int: ...
-
-    def check(self, prompt: np.ndarray, params: SamplingParams, /) -> None: ...
-
-    def add(
-        self,
-        prompt: np.ndarray,
-        params: SamplingParams,
-        on_token: Callable[[int], None],
-        on_score: Callable[[Score], None],
-        /,
-    ) -> int: ...
-
-    def cancel(self, number: int, /) -> None: ...
-
-    def step(self) -> list[Completion]: ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -76,7 +45,7 @@ class Runner:
       on_failure: a function that is called in the event loop when the thread fails.
     """
 
-    def __init__(self, engine: EngineLike, max_waiting: int):
+    def __init__(self, engine: Engine, max_waiting: int):
         self.max_open = engine.limits.max_requests + max_waiting
         self.failure: str | None = None
         self.leaving = False
