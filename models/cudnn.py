@@ -50,14 +50,10 @@ def compute_capability() -> tuple[int, ...]:
     name one that is known.
     """
     if jax.default_backend() == "gpu":
-        return _numbers(jax.devices()[0].compute_capability)
+        return tuple(map(int, jax.devices()[0].compute_capability.split(".")))
     device = jax.sharding.get_abstract_mesh().abstract_device
     kind = "" if device is None else device.device_kind
     return next((known for name, known in _CAPABILITIES.items() if name in kind), HOPPER)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(".")))
 
 
 def cudnn_attention(

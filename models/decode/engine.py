@@ -296,12 +296,13 @@ class Engine:
                 f"Engine: the new placement has {new_placement.shape[2]} slots a device, the old one "
                 f"{self._placement.shape[2]}; both need as many, or all would be compiled again"
             )
-        num_experts = self.config.num_experts
-        weights = experts.move_to_placement(
-            self._weights, self._placement, new_placement, num_experts, self._mesh
-        )
-        self._weights = experts.with_copy_tables(
-            weights, new_placement, num_experts, self._mesh, near=self._near
+        self._weights = experts.move_to_placement(
+            self._weights,
+            self._placement,
+            new_placement,
+            self.config.num_experts,
+            self._mesh,
+            near=self._near,
         )
         self._placement = new_placement
 

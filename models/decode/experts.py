@@ -96,28 +96,23 @@ def without_placement(weights: Tree, placement_RNS: np.ndarray) -> Tree:
     return _map_moe_layers(lambda own: {name: own[name] for name in own if name != "copies"}, whole)
 
 
-def with_copy_tables(
-    weights: Tree, placement_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, near: bool
-) -> Tree:
+def _add_copy_tables(weights: Tree, copies: Iterable[np.ndarray], mesh: Mesh) -> Tree:
     """Return placed weights with a table "copies" in each layer, int32 [N, E, X].
 
     For each device, it says where the device's tokens find the copies of an expert.
     """
-    return _add_copy_tables(weights, share_copies(placement_RNS, num_experts, near=near), mesh)
-
-
-def _add_copy_tables(weights: Tree, copies: Iterable[np.ndarray], mesh: Mesh) -> Tree:
     return _map_moe_layers(
         lambda own, row: own | {"copies": _put_on_mesh(row, mesh, OVER_EP)}, weights, copies
     )
 
 
 def move_to_placement(
-    weights: Tree, before_RNS: np.ndarray, after_RNS: np.ndarray, num_experts: int, mesh: Mesh
+    weights: Tree, before_RNS: np.ndarray, after_RNS: np.ndarray, num_experts: int, mesh: Mesh, *, near: bool
 ) -> Tree:
-    """Return weights with experts moved to another placement, in the same memory; tables of copies do not change."""
+    """Return weights with experts moved to another placement, in the same memory, and its tables of copies."""
     moves = plan_moves(before_RNS, after_RNS, num_experts)
-    return _compiled_move(mesh)(weights, moves.send, moves.take)
+    moved = _compiled_move(mesh)(weights, moves.send, moves.take)
+    return _add_copy_tables(moved, share_copies(after_RNS, num_experts, near=near), mesh)
 
 
 @functools.cache
