@@ -18,12 +18,28 @@ import tyro
 from dualpipe_jax.command.line import read
 from dualpipe_jax.pods.plan import read_plan
 from train.config import FLAGS, ConfigError, TrainConfig, configure, option, replaced
-from train.presets import PRESETS
 
 DESCRIPTION = """Train a DeepSeek-V3-like mixture-of-experts model, pipelined over pp ranks, experts over ep.
 
 Without options: DualPipe, pp 4 x ep 2 on 8 virtual CPU devices, on the source text of Python's standard library,
 byte by byte. Everything about the run is left in runs/NAME, its options in config.json, which --config takes."""
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # Runs everything within a minute on two cores.
+    "quick": {
+        "model": {"name": "tiny", "layers": 2},
+        "step": {"pp": 2, "ep": 1, "microbatches": 4, "microbatch_size": 2, "sequence": 32},
+        "data": {"eval_sequences": 16},
+        "optimizer": {"steps": 20, "warmup": 2},
+    },
+    # Twenty million parameters, hours on a laptop.
+    "small": {
+        "model": {"name": "small"},
+        "step": {"microbatches": 16, "microbatch_size": 8, "sequence": 256},
+        "optimizer": {"steps": 5000, "warmup": 200},
+    },
+}
+"""Name for --preset -> sections of options, in the form of a file; the rest are the defaults of ``TrainConfig``."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from train.config import FLAGS, ConfigError, TrainConfig
 from train.data.text import describe_skipped
 from train.export import check_export, export
 from train.figures.folder import (
+    CHECKPOINTS,
     CONFIG,
     METRICS,
     SCHEDULE,
@@ -36,7 +37,7 @@ from train.processes.group import Processes, common_facts
 from train.recipe import describe as describe_recipe
 from train.report import write_report
 from train.setup import Run, prepare
-from train.state.checkpoint import FOLDER, Checkpoints
+from train.state.checkpoint import Checkpoints
 from train.state.facts import describe
 from train.state.layout import TrainState, without_biases
 from train.watch import read_profile, watch_run
@@ -185,7 +186,7 @@ def train_and_report(
         f"held-out loss   from {before:.3f}{f' {place}' if since else ''} to {after:.3f} nats per {unit}, "
         f"{bits:.3f} bits per byte\n"
         f"bubble          {simulate(this.schedule).bubble:.1%} of {this.schedule.name}'s step when F = I = W\n"
-        f"files           {folder}/: report.html, {METRICS}, {CONFIG}, environment.json, {SCHEDULE}, {FOLDER}/\n"
+        f"files           {folder}/: report.html, {METRICS}, {CONFIG}, environment.json, {SCHEDULE}, {CHECKPOINTS}/\n"
         f"go on           {shlex.join(resume_command(folder, 2 * num_steps))}",
     )
 

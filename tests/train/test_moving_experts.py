@@ -26,11 +26,11 @@ from tests.train.test_step import adamw_by_hand
 from train import setup
 from train.checks import check
 from train.config import ConfigError, configure
+from train.figures.folder import CHECKPOINTS
 from train.figures.step import device_load, step_record
 from train.processes.group import Processes
 from train.rebalance import Balancer
 from train.run import run as whole_run
-from train.state.checkpoint import FOLDER
 from train.state.layout import init_state
 from train.state.placement import num_nodes, placed_layout, slots_per_device
 from train.step import make_optimizer, make_update
@@ -310,7 +310,7 @@ def runs(tmp_path_factory):
 
     found = {"plain": go("plain"), "moved": go("moved", rebalance_every=2, redundant_experts=2)}
     shutil.copytree(folder / "moved", folder / "resumed")
-    shutil.rmtree(folder / "resumed" / FOLDER / "6")  # as a kill after that of step 3 would have left it
+    shutil.rmtree(folder / "resumed" / CHECKPOINTS / "6")  # as a kill after that of step 3 would have left it
     found["resumed"] = go("resumed", resume=True, rebalance_every=2, redundant_experts=2)
     return found
 

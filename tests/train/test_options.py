@@ -10,8 +10,7 @@ import pytest
 from train.checks import check
 from train.config import FLAGS, ConfigError, TrainConfig, configure, make_schedule, option, replaced
 from train.figures.folder import write_config
-from train.options import apply, options_as_dict, parse
-from train.presets import PRESETS
+from train.options import PRESETS, apply, options_as_dict, parse
 
 FILES = {
     "options.toml": 'seed = 7\n[step]\npp = 2\n[data]\npaths = ["a", "b"]\n[optimizer]\nclip = 2\n',

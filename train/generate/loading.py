@@ -22,10 +22,10 @@ from train.data import DataError
 from train.data.manifest import TOKENIZER, is_prepared, open_prepared_vocabulary, read_manifest
 from train.data.vocabulary import BYTES, Vocabulary, open_vocabulary
 from train.errors import CheckpointError
+from train.figures.folder import CHECKPOINTS
 from train.generate.options import Source
 from train.model import model_config
 from train.options import apply
-from train.state.checkpoint import FOLDER
 from train.state.fingerprint import fingerprint_on_host
 
 
@@ -65,22 +65,22 @@ def load(options: Source, say: Callable[[str], None]) -> LoadedModel:
       WeightsError: the folder holds no DeepSeek model.
     """
     folder = find(options.source)
-    if (folder / FOLDER).is_dir():
+    if (folder / CHECKPOINTS).is_dir():
         return _from_run(folder, options, say)
     if options.step is not None:
-        raise ConfigError(f"--step {options.step}: {folder} is no run: it has no {FOLDER}")
+        raise ConfigError(f"--step {options.step}: {folder} is no run: it has no {CHECKPOINTS}")
     return _from_weights(folder, options)
 
 
 def find(source: Path | None, runs: Path = Path("runs")) -> Path:
     """The folder that ``source`` names, or of the newest run. Raises ConfigError if there is none."""
     if source is None:
-        saved = [path.parent for path in runs.glob(f"*/{FOLDER}") if _checkpoints(path)]
+        saved = [path.parent for path in runs.glob(f"*/{CHECKPOINTS}") if _checkpoints(path)]
         if not saved:
             raise ConfigError(
                 f"there is no run with a checkpoint in {runs}: scripts/train makes one, or name a folder"
             )
-        return max(saved, key=lambda folder: (folder / FOLDER).stat().st_mtime)
+        return max(saved, key=lambda folder: (folder / CHECKPOINTS).stat().st_mtime)
     for folder in (source, runs / source):
         if folder.is_dir():
             return folder
@@ -93,13 +93,13 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _from_run(folder: Path, options: Source, say: Callable[[str], None]) -> LoadedModel:
-    steps = _checkpoints(folder / FOLDER)
+    steps = _checkpoints(folder / CHECKPOINTS)
     if options.step is not None:
         steps = [path for path in steps if int(path.name) == options.step]
     if not steps:
         what = "checkpoint" if options.step is None else f"step {options.step}"
-        there = ", ".join(path.name for path in _checkpoints(folder / FOLDER)) or "none"
-        raise CheckpointError(f"{folder}: there is no {what} in {folder / FOLDER}, only {there}")
+        there = ", ".join(path.name for path in _checkpoints(folder / CHECKPOINTS)) or "none"
+        raise CheckpointError(f"{folder}: there is no {what} in {folder / CHECKPOINTS}, only {there}")
     return _first_usable(folder, steps, options, say)
 
 
@@ -110,9 +110,10 @@ def _first_usable(
     if not steps:
         if options.step is not None:
             raise CheckpointError(
-                f"step {options.step} in {folder / FOLDER} is not whole; without --step the newest whole one is taken"
+                f"step {options.step} in {folder / CHECKPOINTS} is not whole; without --step the newest whole one is "
+                "taken"
             )
-        raise CheckpointError(f"none of the checkpoints in {folder / FOLDER} is whole")
+        raise CheckpointError(f"none of the checkpoints in {folder / CHECKPOINTS} is whole")
     path, *rest = steps
     earlier = functools.partial(_first_usable, folder, rest, options, say)
     try:

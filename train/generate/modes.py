@@ -74,15 +74,18 @@ def make_engine(loaded: LoadedModel, options: Source, max_requests: int, positio
     dispatch = Dispatch() if mesh is None else Dispatch(axis_name=EP)
     model = decoder(loaded.config, dispatch=dispatch, mtp_after_norm=loaded.mtp_after_norm)
     prefixes, warn = None, lambda text: say(f"warning: {text}")
-    engine_options: dict[str, Any] = {
-        "drafts": options.drafts,
-        "mesh": mesh,
-        "microbatches": options.microbatches,
-    }
     try:
         if options.prefix_cache is not None:
             prefixes = PrefixFolder(options.prefix_cache, options.prefix_bytes, warn)
-        engine = Engine(model, loaded.params(), limits, prefixes=prefixes, **engine_options)
+        engine = Engine(
+            model,
+            loaded.params(),
+            limits,
+            drafts=options.drafts,
+            prefixes=prefixes,
+            mesh=mesh,
+            microbatches=options.microbatches,
+        )
     except WeightsError as error:
         if loaded.earlier is None:
             raise

@@ -33,9 +33,6 @@ from train.state.facts import FORMAT, Facts, describe_changes, refuse_foreign, s
 from train.state.fingerprint import fingerprints
 from train.state.layout import Layout, TrainState
 
-FOLDER = CHECKPOINTS
-"""Name of the folder of checkpoints within a run's folder."""
-
 DAMAGED_FOLDER = "damaged"
 """Name of the folder, within a run's folder, for steps that could not be used; they are kept to find out why."""
 
@@ -154,7 +151,7 @@ class Checkpoints:
             left = "no step" if self._saved is None else f"step {self._saved}"
             raise CheckpointError(
                 f"step {step} could not be saved, as said above; the newest that was is {left}. With room "
-                f"and rights in {self._folder / FOLDER}, --resume trains on from there"
+                f"and rights in {self._folder / CHECKPOINTS}, --resume trains on from there"
             )
 
     def restore(self) -> TrainState | None:
@@ -170,7 +167,7 @@ class Checkpoints:
         )
         damaged: list[int] = []
         for step in steps:
-            where = f"{self._folder / FOLDER / str(step)}"
+            where = f"{self._folder / CHECKPOINTS / str(step)}"
             expected_arrays = functools.partial(self._expected_arrays, where)
             status, flat = _read(self._store, step, expected_arrays, self._processes.any_problem)
             if status.problem is None:
@@ -183,8 +180,8 @@ class Checkpoints:
             damaged.append(step)
         if damaged:
             raise CheckpointError(
-                f"none of the checkpoints in {self._folder / FOLDER} is whole (steps {', '.join(map(str, damaged))}); "
-                "begin anew under another --name"
+                f"none of the checkpoints in {self._folder / CHECKPOINTS} is whole (steps "
+                f"{', '.join(map(str, damaged))}); begin anew under another --name"
             )
         return None
 
@@ -201,7 +198,7 @@ class Checkpoints:
             self._store.close()
 
     def _open(self) -> Any:
-        folder = self._folder / FOLDER
+        folder = self._folder / CHECKPOINTS
         try:
             folder.mkdir(exist_ok=True)
             # Fails now if the folder is read-only.
@@ -232,14 +229,14 @@ class Checkpoints:
         # ``close`` raises the same error again.
         with contextlib.suppress(Exception):
             self._store.close()
-        self._store = _open_store(self._folder / FOLDER, self._config)
+        self._store = _open_store(self._folder / CHECKPOINTS, self._config)
 
     def _move_newer_aside(self, whole: int) -> None:
         """Move all steps newer than the whole one: they will be written again, and Orbax does not overwrite a step.
 
         They are listed from the folder, because Orbax does not list the remains of a step that it was deleting.
         """
-        folder, aside = self._folder / FOLDER, self._folder / DAMAGED_FOLDER
+        folder, aside = self._folder / CHECKPOINTS, self._folder / DAMAGED_FOLDER
         newer = [path for path in folder.iterdir() if path.name.isdigit() and int(path.name) > whole]
         # Until here all processes list the folder as it was.
         self._processes.barrier()
@@ -261,7 +258,7 @@ def verify(folder: Path) -> Iterator[CheckpointStatus]:
     Raises:
       CheckpointError: there is no checkpoint.
     """
-    found = folder / FOLDER
+    found = folder / CHECKPOINTS
     if not os.path.isdir(found):
         raise CheckpointError(
             f"--check {folder}: no checkpoints there, or none that may be read; a run's folder, such as runs/NAME, "

@@ -22,10 +22,11 @@ from tests.train.state.test_state import check_lies
 from train.__main__ import main
 from train.config import CheckpointConfig, configure
 from train.errors import CheckpointError
+from train.figures.folder import CHECKPOINTS
 from train.options import options_as_dict
 from train.processes.group import Processes
 from train.state import checkpoint
-from train.state.checkpoint import DAMAGED_FOLDER, FOLDER, Checkpoints, _read, verify
+from train.state.checkpoint import DAMAGED_FOLDER, Checkpoints, _read, verify
 from train.state.facts import describe, describe_changes, refuse_foreign
 from train.state.layout import Layout
 from train.step import make_optimizer
@@ -89,11 +90,11 @@ class Run:
             return checkpoints.restore()
 
     def steps(self):
-        return sorted(int(path.name) for path in (self.folder / FOLDER).iterdir())
+        return sorted(int(path.name) for path in (self.folder / CHECKPOINTS).iterdir())
 
     def damage(self, step, flip=True):
         """Flip a bit of the step's largest file, or take the file away."""
-        files = [path for path in (self.folder / FOLDER / str(step)).rglob("*") if path.is_file()]
+        files = [path for path in (self.folder / CHECKPOINTS / str(step)).rglob("*") if path.is_file()]
         largest = max(files, key=lambda path: path.stat().st_size)
         content = bytearray(largest.read_bytes())
         content[len(content) * 3 // 4] ^= 4  # in the middle Orbax itself would notice
@@ -270,7 +271,7 @@ def test_what_is_damaged_is_a_line_and_the_step_before_is_taken(
     """Any file may be gone, as a kill leaves it while an old step is taken away, or end too soon."""
     run = Run(tmp_path / "run", layout, state)
     shutil.copytree(two_steps.folder, run.folder)
-    for path in (run.folder / FOLDER / "3").glob(file):
+    for path in (run.folder / CHECKPOINTS / "3").glob(file):
         if cut and path.is_file():
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 4])
         else:
@@ -394,8 +395,8 @@ def test_what_cannot_be_saved_is_told_at_the_end_too(late, count, run, state, mo
 
 
 def test_a_folder_that_cannot_be_written_is_named(run):
-    (run.folder / FOLDER).write_text("in the way")
-    with pytest.raises(CheckpointError, match=f"cannot write into .*{FOLDER}: File exists"):
+    (run.folder / CHECKPOINTS).write_text("in the way")
+    with pytest.raises(CheckpointError, match=f"cannot write into .*{CHECKPOINTS}: File exists"):
         run.open()
 
 
@@ -418,8 +419,8 @@ def test_check_says_which_are_whole(run, capsys):
     assert main(["--check", str(run.folder)]) == 1
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("step 2: damaged: ") and said[1].startswith("step 3: whole, ")
-    shutil.rmtree(run.folder / FOLDER / "2")
-    writing = run.folder / FOLDER / "4.orbax-checkpoint-tmp"
+    shutil.rmtree(run.folder / CHECKPOINTS / "2")
+    writing = run.folder / CHECKPOINTS / "4.orbax-checkpoint-tmp"
     writing.mkdir()
     assert main(["--check", str(run.folder)]) == 0
     assert writing.exists(), "a run that is at work writes it just now"
@@ -429,7 +430,7 @@ def test_a_step_that_a_run_takes_away_while_it_is_checked_is_not_damaged(run):
     run.save(1, 2, 3)
     found = verify(run.folder)
     assert next(found).step == 1
-    shutil.rmtree(run.folder / FOLDER / "2")
+    shutil.rmtree(run.folder / CHECKPOINTS / "2")
     assert [(status.step, status.problem) for status in found] == [(3, None)]
 
 
@@ -437,7 +438,7 @@ def test_a_step_that_a_run_takes_away_while_it_is_checked_is_not_damaged(run):
 def about(run):
     """What is written about the second of two steps."""
     run.save(1, 2)
-    return run.folder / FOLDER / "2" / "_CHECKPOINT_METADATA"
+    return run.folder / CHECKPOINTS / "2" / "_CHECKPOINT_METADATA"
 
 
 def test_a_flipped_digit_beside_the_arrays_is_damage(run, about, capsys):
@@ -502,7 +503,7 @@ def test_check_wants_a_run(tmp_path, capsys):
     assert "no checkpoints there, or none that may be read" in capsys.readouterr().err
     assert main(["--check", "a" * 300]) == 1  # no file system has such a name, and says so
     assert "no checkpoints there, or none that may be read" in capsys.readouterr().err
-    (tmp_path / FOLDER).mkdir()
+    (tmp_path / CHECKPOINTS).mkdir()
     assert main(["--check", str(tmp_path)]) == 1
     assert "no whole step in" in capsys.readouterr().err
 
