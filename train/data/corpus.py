@@ -151,9 +151,6 @@ class Corpus:
             )
         ]
 
-    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
-        return self.vocabulary.decode(tokens)
-
     def check(self, sequence: int) -> None:
         """Raise DataError for the first source that is too short for a sequence and its targets."""
         unit = self.vocabulary.unit

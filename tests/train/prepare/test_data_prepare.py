@@ -383,7 +383,7 @@ def test_a_folder_that_is_prepared_anew_is_read_with_its_new_tokenizer(tmp_path)
         assert tokens == [
             n for text in documents for n in (*theirs.encode(text).ids, corpus.vocabulary.separator)
         ]
-        assert corpus.decode([last]) == theirs.decode([last])
+        assert corpus.vocabulary.decode([last]) == theirs.decode([last])
 
 
 def test_a_prepared_folder_tells_its_vocabulary_and_text(bpe):
@@ -392,7 +392,7 @@ def test_a_prepared_folder_tells_its_vocabulary_and_text(bpe):
     assert corpus.vocab == 400 and corpus.vocabulary.unit == "token"
     batch = corpus.train_batch(0, 0, (1, 2, 40))
     assert batch["inputs"].max() < 400
-    assert re.search(r"document|pipe|stage|rank", corpus.decode(batch["inputs"][0, 0]))
+    assert re.search(r"document|pipe|stage|rank", corpus.vocabulary.decode(batch["inputs"][0, 0]))
     separator = corpus.vocabulary.separator
     whole = corpus.train_batch(0, 1, (2, 4, 200))
     np.testing.assert_array_equal(np.diff(whole["segment_ids"]) > 0, whole["inputs"][..., 1:] == separator)
