@@ -11,11 +11,12 @@ the bubble. Linux only, two idle cores needed; the processes talk over gloo on t
 import argparse
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
 import time
+
+from dualpipe_jax.processes import free_port
 
 RANKS, LAYERS, COUNTS = 2, 4, (4, 16)
 NAMES = ("one_f_one_b", "zb_h1", "dualpipe", "dualpipe_v")
@@ -68,9 +69,7 @@ def main():
         process, port = options.rank
         rank(process, port, options.rounds)
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, __file__, "--rounds", str(options.rounds), "--rank"]
     processes = [
         subprocess.Popen([*command, str(i), str(port)], stdout=subprocess.PIPE, text=True)

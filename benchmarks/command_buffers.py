@@ -12,12 +12,10 @@ import argparse
 import collections
 import os
 import re
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax

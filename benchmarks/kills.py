@@ -18,7 +18,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.on_gpu.trainer import read
+from benchmarks.on_trainer.runs import read_records
 
 SMALL = (
     *("--model", "tiny", "--layers", "1", "--schedule", "gpipe"),
@@ -50,7 +50,7 @@ class Trainer:
 
     def lines(self) -> dict[int, tuple[float, ...]]:
         """The loss and gradient norm of each step in metrics.jsonl; a line that a kill has cut off is left out."""
-        steps = read(self.run / "metrics.jsonl")
+        steps = (record for record in read_records(self.run) if "loss" in record)
         return {record["step"]: tuple(record[name] for name in COMPARED) for record in steps}
 
     def is_saving(self) -> bool:

@@ -20,7 +20,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ import numpy as np
 
 from benchmarks.sides.case import BLOCKS, Case
 from dualpipe_jax import schedule
+from dualpipe_jax.processes import free_port
 
 RANK = Path(__file__).parent / "sides" / "rank.py"
 TOLERANCE = 1e-4
@@ -65,9 +65,7 @@ class Side:
     """The ranks of one framework, as processes that wait for commands."""
 
     def __init__(self, framework: str, case: Case, folder: str, cleanup: contextlib.ExitStack):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         command = [sys.executable, str(RANK), framework, case.text()]
         self.framework = framework
         self.ranks = [

@@ -75,7 +75,7 @@ def measure(choice, target, steps):
             *(str(word) for pair in options.items() for word in pair),
         ]
         with Path(folder, "log").open("w+") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=log, env=environment())
+            process = subprocess.Popen(command, stdout=log, stderr=log)
             try:
                 ends = list(itertools.islice(follow(process, metrics), steps + 1))
             finally:
@@ -87,12 +87,6 @@ def measure(choice, target, steps):
         [after - before for before, after in zip(*pair, strict=True)] for pair in itertools.pairwise(ends)
     ]
     return dict(zip(("cores", "wall"), map(statistics.median, zip(*spans, strict=True)), strict=True))
-
-
-def environment():
-    """The environment variables of the trainer's process, with this checkout in PYTHONPATH."""
-    root = str(Path(__file__).parents[1])
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
 
 
 def follow(process, metrics):

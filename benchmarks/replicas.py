@@ -16,19 +16,16 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+from benchmarks.on_http.clients import Known, Tally, alone, crowd, questions
+from benchmarks.on_http.server import Server, save_model
+from dualpipe_jax.processes import free_port
 
-from benchmarks.on_http.clients import Known, Tally, alone, crowd, questions  # noqa: E402
-from benchmarks.on_http.server import Server, port_of_its_own, save_model  # noqa: E402
-
-CONFIGURATION = ROOT / "docs" / "replicas" / "haproxy.cfg"
+CONFIGURATION = Path(__file__).resolve().parent.parent / "docs" / "replicas" / "haproxy.cfg"
 ANSWERED = "serve_requests_total", "/v1/completions", "200"
 HELD = "serve_texts_open", "serve_slots_used", "serve_blocks_used"
 
@@ -44,7 +41,7 @@ def balancer() -> str:
 @contextmanager
 def balanced(servers: list[Server], log: Path) -> Iterator[str]:
     """Yield the address of a balancer in front of two servers."""
-    where = f"127.0.0.1:{port_of_its_own()}"
+    where = f"127.0.0.1:{free_port()}"
     one, two = (server.url.removeprefix("http://") for server in servers)
     environ = os.environ | {"BIND": where, "REPLICA_ONE": one, "REPLICA_TWO": two}
     with log.open("ab") as file:

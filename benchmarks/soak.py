@@ -17,16 +17,12 @@ import argparse
 import asyncio
 import random
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.on_http.clients import Known, Question, Tally, alone, crowd, questions  # noqa: E402
-from benchmarks.on_http.server import Server, save_model  # noqa: E402
+from benchmarks.on_http.clients import Known, Question, Tally, alone, crowd, questions
+from benchmarks.on_http.server import Server, save_model
 
 MIB = 1 << 20
 HELD = "serve_slots_used", "serve_blocks_used", "process_open_fds"

@@ -13,16 +13,14 @@ without its units, by the roofline: the cost of its guards.
 import argparse
 import collections
 import os
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.on_gpu import step
+from benchmarks.on_gpu.bench import STILL
 from dualpipe_jax import Pipeline, inspect, make_mesh
 from dualpipe_jax.inspect.hlo import Module
 from dualpipe_jax.inspect.roofline import flops, written
@@ -30,7 +28,6 @@ from dualpipe_jax.inspect.target import MissingCompiler, Target
 from dualpipe_jax.pods.units import overheads, units_in
 from dualpipe_jax.schedule.lowering.unit_key import UnitKey
 
-STILL = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
 GiB = 2**30
 
 

@@ -241,7 +241,8 @@ def _memory(compiled: Any) -> dict[str, float]:
     return {"temp_gib": round(compiled.memory_analysis().temp_size_in_bytes / 2**30, 3)}
 
 
-_STILL = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
+STILL = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call")
+"""Instructions that move no bytes themselves."""
 _CALL = re.compile(r'custom_call_target="([^"]+)"')
 
 
@@ -254,7 +255,7 @@ def _bytes(compiled: Any) -> int:
     """The bytes that the program reads and writes outside its loops."""
     module = inspect.read(compiled)
     entry = module.computations[module.entry]
-    moving = (i for i in entry if i.opcode not in _STILL)
+    moving = (i for i in entry if i.opcode not in STILL)
     return sum(traffic(module, entry, instruction) for instruction in moving)
 
 

@@ -4,7 +4,6 @@ The trainer runs in a process of its own, as users start it; the figures are fro
 after the first steps.
 """
 
-import json
 import statistics
 import subprocess
 import sys
@@ -12,6 +11,8 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from benchmarks.on_trainer.runs import read_records
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, SKIPPED = 12, 4
@@ -32,30 +33,16 @@ def trainer(say: Callable[..., None], end: float) -> None:
             with log.open("w") as out:
                 # It is killed after its steps, because at its end it would save 30 GB.
                 process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT)
-                metrics = Path(runs) / "run" / "metrics.jsonl"
                 steps: list[dict] = []
                 while len(steps) < STEPS and process.poll() is None and time.monotonic() < end:
                     time.sleep(0.5)
-                    steps = read(metrics)
+                    steps = [r for r in read_records(Path(runs) / "run") if "tokens_per_s" in r]
                 process.kill()
                 process.wait()
             if len(steps) < STEPS:
                 say(name, failed=f"{len(steps)} steps", tail=log.read_text().splitlines()[-12:])
                 continue
             last = steps[SKIPPED:]
-            keys = ("tokens_per_s", "mfu", "tflops_per_s", "seconds")
+            keys = ("tokens_per_s", "mfu", "tflops_per_s")
             found = {k: statistics.median(r[k] for r in last) for k in keys if all(k in r for r in last)}
             say(name, **found, loss=last[-1].get("loss"), options=f"{COMMAND} {options}")
-
-
-def read(metrics: Path) -> list[dict]:
-    """The records of steps so far; a line that is being written is left out."""
-    found = []
-    for line in metrics.read_text().splitlines() if metrics.exists() else []:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            break
-        if "tokens_per_s" in record:
-            found.append(record)
-    return found

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ import jax
 from prometheus_client.parser import text_string_to_metric_families
 
 import models
+from dualpipe_jax.processes import free_port
 from models import weights
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,12 +35,6 @@ def save_model(folder: Path) -> Path:
     return folder / NAME
 
 
-def port_of_its_own() -> int:
-    """A port that is free now."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
-
-
 class Server:
     """One server, which may be started again and again; its programs are compiled once.
 
@@ -51,7 +45,7 @@ class Server:
     """
 
     def __init__(self, model: Path, log: Path, *options: str):
-        self.port, self.log = port_of_its_own(), log
+        self.port, self.log = free_port(), log
         self.url = f"http://127.0.0.1:{self.port}"
         asked = ("--port", str(self.port), "--context", str(CONTEXT), "--precision", "float32", *options)
         self._command = [sys.executable, "-P", "-m", "train.generate.serve", str(model), *asked]

@@ -24,5 +24,7 @@ def run_trainer(
 
 
 def read_records(run: Path) -> list[dict[str, Any]]:
-    """The records of a run's ``metrics.jsonl``, in order."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """The records of a run's ``metrics.jsonl`` so far, in order; a line that is being written is left out."""
+    file = run / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
