@@ -1,5 +1,6 @@
 """Metrics of a server, for Prometheus."""
 
+import functools
 import time
 from collections.abc import Collection
 
@@ -26,39 +27,18 @@ class Metrics:
             ("serve_blocks_used", "Blocks of the cache that texts have.", lambda: runner.num_used_blocks),
         ):
             Gauge(name, help_text, registry=registry).set_function(read_value)
-        self._requests = Counter(
-            "serve_requests", "Requests that were answered.", ["route", "status"], registry=registry
+        counter = functools.partial(Counter, registry=registry)
+        histogram = functools.partial(Histogram, buckets=_SECONDS, registry=registry)
+        self._requests = counter("serve_requests", "Requests that were answered.", ["route", "status"])
+        self._texts = counter("serve_texts", "Texts that ended, by the reason.", ["reason"])
+        self._prompt = counter("serve_prompt_tokens", "Tokens of prompts whose texts ended.")
+        self._reused = counter("serve_reused_tokens", "Of those, the ones found in the cache.")
+        self._made = counter("serve_generated_tokens", "Tokens generated in texts that ended.")
+        self._first_token = histogram(
+            "serve_first_token_seconds", "From a request to its text's first token."
         )
-        self._texts = Counter(
-            "serve_texts", "Texts that ended, by the reason.", ["reason"], registry=registry
-        )
-        self._prompt = Counter(
-            "serve_prompt_tokens", "Tokens of prompts whose texts ended.", registry=registry
-        )
-        self._reused = Counter(
-            "serve_reused_tokens", "Of those, the ones found in the cache.", registry=registry
-        )
-        self._made = Counter(
-            "serve_generated_tokens", "Tokens generated in texts that ended.", registry=registry
-        )
-        self._first_token = Histogram(
-            "serve_first_token_seconds",
-            "From a request to its text's first token.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._next_token = Histogram(
-            "serve_next_token_seconds",
-            "From a token to the next of its text.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
-        self._whole_text = Histogram(
-            "serve_text_seconds",
-            "From a request to the end of its text.",
-            buckets=_SECONDS,
-            registry=registry,
-        )
+        self._next_token = histogram("serve_next_token_seconds", "From a token to the next of its text.")
+        self._whole_text = histogram("serve_text_seconds", "From a request to the end of its text.")
 
     async def answer(self, request: Request) -> Response:
         """Answer a request with all metrics, in Prometheus' text format."""
