@@ -11,7 +11,7 @@ from rich.console import Console
 from dualpipe_jax.present.numbers import how_many
 from train.data import Batch, Prefetch
 from train.errors import DivergedError, Stopped
-from train.figures.metrics import Display, StepTimes, say
+from train.figures.metrics import Display, say
 from train.figures.step import expert_load
 from train.figures.trackers import Tracker
 from train.model import model_config
@@ -48,7 +48,7 @@ def train(
     Raises:
       CheckpointError, DivergedError, Stopped: see ``run``.
     """
-    config, step_times, first = this.config, StepTimes(), int(state.step)
+    config, first = this.config, int(state.step)
     num_steps, waited, step = config.optimizer.steps, 0.0, first
     trouble, skipped = TroubleDetector(config.log.spike), carried["skipped"]
     progress = Progress.resumed(this.recipe, first, carried)
@@ -77,14 +77,13 @@ def train(
             state, on_device = this.update(state, batch)
             metrics = jax.device_get(on_device)
             seconds = time.perf_counter() - started
-            step_times.add(seconds)
             more = {"learning_rate": float(this.recipe.learning_rate(step)), "data_wait_s": ahead.wait}
             tokens = progress.trained_tokens(step + 1)
             record = watch.end(step, metrics, seconds, tokens, checkpoint_s=waited, **more)
             if skipped:
                 record["skipped"] = skipped
             file.write(record)
-            display.step(step + 1, record, step_times)
+            display.step(step + 1, record)
             if (slowest := stragglers.report(step + 1)) is not None:
                 file.write(slowest)
                 say(console, describe_stragglers(slowest))

@@ -21,7 +21,7 @@ from train.data import Corpus
 from train.data.corpus import text_source
 from train.data.vocabulary import BYTES
 from train.errors import DivergedError, Stopped
-from train.figures.metrics import Display, MetricsFile, StepTimes
+from train.figures.metrics import Display, MetricsFile
 from train.figures.rates import Rates
 from train.model import model_config
 from train.options import options_as_dict
@@ -166,22 +166,28 @@ def test_a_terminal_gets_a_bar():
     record = {"loss": 2.0, "grad_norm": 1.0, "max_vio": 0.1, "dropped": 0, "drop_rate": 0.0}
     record |= {"tokens_per_s": 1e4, "step_s": 0.5}
     record |= {"tflops_per_s": 1.25, "mfu": 0.125, "device_memory_gib": 3.5}
-    step_times = StepTimes()
-    step_times.add(60.0)
-    step_times.add(0.5)
     with Display(console, 10, 1) as display:
-        display.step(2, record, step_times)
+        display.step(1, record | {"step_s": 60.0})
+        display.step(2, record)
     for words in ("2/10", "10,000 tokens/s", "1.25 TFLOP/s", "MFU 12.5%", "3.5 GiB", "0:04 left"):
         assert words in out.getvalue()
 
 
 def test_the_pace_leaves_out_the_step_that_compiles():
-    step_times = StepTimes()
-    step_times.add(100.0)
-    assert step_times.remaining(10) == "-:--"
-    step_times.add(2.0)
-    assert step_times.remaining(45) == "1:30"
-    assert step_times.remaining(3700) == "2:03:20"
+    record = {
+        "loss": 2.0,
+        "grad_norm": 1.0,
+        "max_vio": 0.1,
+        "dropped": 0,
+        "tokens_per_s": 1e4,
+        "tflops_per_s": 1.0,
+    }
+    out = io.StringIO()
+    display = Display(Console(file=out, width=300), 3702, 1)
+    for step, seconds in ((1, 100.0), (2, 2.0), (3657, 2.0)):
+        display.step(step, record | {"step_s": seconds})
+    for line, left in zip(out.getvalue().splitlines(), ("-:--", "2:03:20", "1:30"), strict=True):
+        assert f"  {left} left" in line
 
 
 def test_what_is_due_and_the_last_step_are_saved(tmp_path):

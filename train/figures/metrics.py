@@ -7,7 +7,7 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -103,49 +103,26 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], list[int]]:
     return records, bad
 
 
-class StepTimes:
-    """How fast a run is, from its latest steps. The first step compiles, so it is not counted."""
-
-    def __init__(self) -> None:
-        self._seconds: collections.deque[float] = collections.deque(maxlen=20)
-        self._first = True
-
-    def add(self, seconds: float) -> None:
-        if not self._first:
-            self._seconds.append(seconds)
-        self._first = False
-
-    @property
-    def step_seconds(self) -> float | None:
-        """The median of the seconds of the latest 20 steps; None before the end of the second step."""
-        return statistics.median(self._seconds) if self._seconds else None
-
-    def remaining(self, num_steps: int) -> str:
-        """Estimated time that ``num_steps`` more steps take, as minutes:seconds or hours:minutes:seconds."""
-        if self.step_seconds is None:
-            return "-:--"
-        minutes, seconds = divmod(round(self.step_seconds * num_steps), 60)
-        hours, minutes = divmod(minutes, 60)
-        return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-
-
 class Display:
     """A progress bar on a terminal, from step ``first`` on; elsewhere a plain line every ``every`` steps."""
 
     def __init__(self, console: Console, num_steps: int, every: int, first: int = 1):
         self._console, self._num_steps, self._every, self._first = console, num_steps, every, first
+        # Of the latest steps without the first, which compiles.
+        self._seconds: collections.deque[float] = collections.deque(maxlen=20)
         self._bar: Progress | None = None
         if console.is_terminal:
             line = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="crop"))
             self._bar = Progress(BarColumn(bar_width=12), line, console=console)
             self._task = self._bar.add_task("compiling the step ...", total=num_steps, completed=first - 1)
 
-    def step(self, step: int, record: dict[str, Any], step_times: StepTimes) -> None:
+    def step(self, step: int, record: dict[str, Any]) -> None:
         """Show a finished step. Steps are counted from 1."""
+        if step != self._first:
+            self._seconds.append(record["step_s"])
         count = f"{step:>{len(str(self._num_steps))}}/{self._num_steps}"
-        text = (
-            f"{count}  {describe(record, step_times.remaining(self._num_steps - step), step == self._first)}"
-        )
+        left = _remaining(self._seconds, self._num_steps - step)
+        text = f"{count}  {describe(record, left, step == self._first)}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, description=text)
         elif step % self._every == 0 or step in (self._first, self._num_steps):
@@ -159,6 +136,16 @@ class Display:
     def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+
+def _remaining(seconds: Collection[float], num_steps: int) -> str:
+    """Estimated time that ``num_steps`` more steps take by the median of these, as minutes:seconds or
+    hours:minutes:seconds."""
+    if not seconds:
+        return "-:--"
+    minutes, rest = divmod(round(statistics.median(seconds) * num_steps), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def describe(record: dict[str, Any], remaining: str, compiled: bool = False) -> str:
