@@ -18,6 +18,7 @@ import itertools
 import os
 import re
 import shutil
+import sys
 import textwrap
 import types
 import typing
@@ -58,6 +59,11 @@ class Option:
     @property
     def name(self) -> str:
         return self.flag.replace("-", "_")
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it takes any number of values."""
+        return (_metavar(self.hint) or "").endswith(" ...")
 
     def field(self, paired: bool) -> tuple[str, Any, Any]:
         """The field of a dataclass that tyro reads; ``paired``: booleans have a flag for each of their values."""
@@ -130,7 +136,8 @@ def read(
     description: str | None = None,
     paired: bool = False,
 ) -> T:
-    """Read a command line into a dataclass. Prints the help if it is asked for; exits with 2 where reading fails.
+    """Read a command line into a dataclass. Prints the help if it is asked for; exits with 2 where reading fails, and
+    for a list that is given twice.
 
     Args:
       kind: the dataclass.
@@ -143,6 +150,7 @@ def read(
     assert isinstance(kind, type)
     options = options_of(kind, default)
     pairs = () if paired else (tyro.conf.FlagCreatePairsOff,)
+    _refuse_second_list(options, arguments)
     with wide_enough():
         found: Any = tyro.cli(
             _grouped_class(kind, options, paired),
@@ -158,6 +166,19 @@ def read(
     )
     values = {option.path: value for option, value in read_as if not option.is_left_out(value)}
     return _build(kind, (), values)  # type: ignore[no-any-return]
+
+
+def _refuse_second_list(options: Sequence[Option], arguments: Sequence[str]) -> None:
+    """Exit with 2 for a list of values that is given twice: tyro would drop the first one without a word."""
+    flags = [word.partition("=")[0].replace("_", "-") for word in arguments if word.startswith("--")]
+    for option in options:
+        if option.is_list and flags.count(f"--{option.flag}") > 1:
+            print(
+                f"error: --{option.flag}: is given twice, and the last one alone would count; give all values "
+                f"after one --{option.flag}",
+                file=sys.stderr,
+            )
+            raise SystemExit(2)
 
 
 def _grouped_class(kind: type, options: Sequence[Option], paired: bool) -> type:

@@ -96,6 +96,15 @@ def test_values_go_where_their_fields_are():
     assert line.read(Asked, "asked", []) == Asked()
 
 
+def test_a_list_that_is_given_twice_is_refused_and_a_single_value_is_not(capsys):
+    for second in (["--names", "b"], ["--names=b"]):
+        with pytest.raises(SystemExit) as end:
+            line.read(Asked, "asked", ["--names", "a", "--count", "3", *second])
+        assert end.value.code == 2
+        assert capsys.readouterr().err.startswith("error: --names: is given twice, and the last one alone")
+    assert line.read(Asked, "asked", ["--count", "3", "--count", "4"]).count == 4
+
+
 def test_what_is_left_out_is_the_defaults_that_are_given():
     default = Asked(("c",), 4, True, False, Link(5.0))
     assert line.read(Asked, "asked", [], default) == default
