@@ -40,8 +40,8 @@ class ModelConfig:
     mtp_weight: NotBelowZero | None = None
     """Weight of the losses of multi-token prediction: the paper's lambda. If left out, the recipe's."""
     final_mtp_weight: NotBelowZero | None = None
-    """Weight of the losses of multi-token prediction after the learning rate begins to fall. If left out,
-    --mtp-weight; if both are left out, the recipe's."""
+    """Weight of the losses of multi-token prediction after the learning rate begins to fall. If left out, the
+    recipe's, or --mtp-weight if that differs from the recipe's."""
     balance_factor: NotBelowZero | None = None
     """Weight of the sequence-wise balance loss: the paper's alpha. If left out, the recipe's."""
 

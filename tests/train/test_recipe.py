@@ -101,6 +101,9 @@ def test_the_weight_of_further_tokens_changes_where_the_rate_begins_to_fall():
     np.testing.assert_allclose([recipe.mtp_weight(step) for step in (0, 4, 5, 9)], [0.4, 0.4, 0.2, 0.2])
     _, constant = recipe_of(model="v3", steps=10, mtp_weight=0.2)
     np.testing.assert_allclose([constant.mtp_weight(step) for step in (0, 9)], [0.2, 0.2])
+    # A run's own config.json says 0.3, too, so that a weight that is the recipe's is followed by the recipe's.
+    _, published = recipe_of(model="v3", steps=10, mtp_weight=0.3)
+    np.testing.assert_allclose([published.mtp_weight(step) for step in (0, 9)], [0.3, 0.1])
 
 
 def test_batches_grow_by_the_first_one_until_the_ramp_is_done():
