@@ -233,7 +233,9 @@ def _field(line: bytes, key: str, where: str) -> bytes:
         raise DataError(f"--data: {where}: is not JSON: {error}") from None
     if not isinstance(row, dict) or key not in row:
         there = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}"
-        raise DataError(f"--data: {where}: no field {key!r}; there is {there}; --text-key names the field")
+        raise DataError(
+            f"--data: {where}: no field {key!r}; there is {there}; scripts/prepare --text-key names the field"
+        )
     if not isinstance(row[key], str | None):
         raise DataError(f"--data: {where}: {key!r} is not text but {row[key]!r:.40}")
     return (row[key] or "").encode("utf-8", "surrogatepass")
@@ -247,7 +249,8 @@ def _rows(piece: Piece, key: str) -> Iterator[bytes]:
         if (count := names.count(key)) != 1:
             which = f"{count} columns" if count else "no column"
             raise DataError(
-                f"--data: {url}: {which} {key!r}; there is {', '.join(names)}; --text-key names the column"
+                f"--data: {url}: {which} {key!r}; there is {', '.join(names)}; scripts/prepare --text-key names "
+                "the column"
             )
         kind = table.schema_arrow.field(key).type
         values = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary") else kind

@@ -65,7 +65,7 @@ def test_what_is_skipped_is_named(folder):
         "wide.txt": "is no text: it holds zero bytes, as UTF-16",
         "cut.jsonl.gz": "cannot read",
         "deep.jsonl": "is not JSON",
-        "other.jsonl": "no field 'text'; there is body",
+        "other.jsonl": "no field 'text'; there is body; scripts/prepare --text-key names the field",
         "no.parquet": "is not Parquet",
         "bits.txt.xz": "cannot read",
         "bits.jsonl.gz": "cannot read",

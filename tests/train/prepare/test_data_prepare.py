@@ -848,7 +848,7 @@ def test_lines_of_a_file_whose_size_nobody_tells_are_read_to_its_end(tmp_path):
 def test_two_columns_of_one_name_are_refused(tmp_path):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     pq.write_table(pa.table([["a"], [1], ["b"]], names=["text", "x", "text"]), tmp_path / "a.parquet")
-    message = "2 columns 'text'; there is text, x, text; --text-key names the column"
+    message = "2 columns 'text'; there is text, x, text; scripts/prepare --text-key names the column"
     with pytest.raises(DataError, match=message):
         prepare(tmp_path / "out", [tmp_path / "a.parquet"])
 
@@ -881,7 +881,7 @@ REFUSED = {
     "no data": ([], "--data: name files or folders of documents"),
     "missing": (["--data", "nowhere.jsonl"], "--data: cannot read nowhere.jsonl: No such file"),
     "empty folder": (["--data", "empty"], "--data: nothing to read in empty"),
-    "no field": (["--data", "rows.jsonl", "--text-key", "body"], "no field 'body'; there is id, text; --text-key"),
+    "no field": (["--data", "rows.jsonl", "--text-key", "body"], "no field 'body'; there is id, text; scripts/prepare"),
     "no json": (["--data", "bad.jsonl"], "bad.jsonl, byte 14: is not JSON"),
     "no text": (["--data", "rows.jsonl", "--text-key", "id"], "'id' is not text but 0"),
     "no parquet": (["--data", "bad.parquet"], "is not Parquet"),
