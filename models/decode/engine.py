@@ -8,7 +8,7 @@ length that it is for (``Limits.table_sizes``), or ``Engine.compile`` compiles a
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -436,6 +436,8 @@ class Engine:
             self._store_blocks(request.blocks, self._scheduler.keys(request, request.num_cached))
         for place, token in enumerate(map(int, tokens), start):
             if token in request.params.stop:
+                if request.params.likeliest is not None:
+                    request.stop_score = next(self._scores_of(request, found, row, place, [token]))
                 self._end(request, "stop")
                 return
             if request.params.likeliest is not None:
@@ -452,11 +454,16 @@ class Engine:
     def _score(
         self, request: Request, found: Prefilled | Decoded, row: int, start: int, tokens: list[int]
     ) -> None:
-        assert found.scores is not None
-        for one in found.scores.of(row, start, tokens, request.params.likeliest or 0):
+        for one in self._scores_of(request, found, row, start, tokens):
             if not request.ended:
                 request.scores.append(one)
                 self._call(request, request.on_score, one)
+
+    def _scores_of(
+        self, request: Request, found: Prefilled | Decoded, row: int, start: int, tokens: list[int]
+    ) -> Iterator[Score]:
+        assert found.scores is not None
+        return found.scores.of(row, start, tokens, request.params.likeliest or 0)
 
     def _call(self, request: Request, callback: Callable[[Any], None] | None, value: Any) -> None:
         if callback is None or request.ended:
@@ -478,7 +485,7 @@ class Engine:
         of_prompt = len(request.prompt) - 1 if request.params.score_prompt else 0
         # on_score hears of a token first, and may end the request before the token is taken.
         end = of_prompt + len(request.tokens)
-        scores = tuple(request.scores[of_prompt:end]), tuple(request.scores[:of_prompt])
+        scores = tuple(request.scores[of_prompt:end]), tuple(request.scores[:of_prompt]), request.stop_score
         self._ended.append(Completion(request.id, tuple(request.tokens), reason, error, *numbers, *scores))
 
     def _count(self, uncounted: Sequence[Array]) -> None:

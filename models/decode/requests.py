@@ -133,6 +133,7 @@ class Completion:
         request had the same beginning.
       scores: the scores of ``tokens``, if they were asked for.
       prompt_scores: the scores of the prompt's tokens except the first, if they were asked for.
+      stop_score: the score of the stop token that ended the text, if scores were asked for; None if none did.
     """
 
     id: int
@@ -144,6 +145,7 @@ class Completion:
     num_reused: int = 0
     scores: tuple[Score, ...] = ()
     prompt_scores: tuple[Score, ...] = ()
+    stop_score: Score | None = None
 
 
 def check_request(prompt: np.ndarray, params: SamplingParams, limits: Limits, vocab: int) -> None:

@@ -32,6 +32,7 @@ class Request:
     num_accepted: int = 0
     num_reused: int = 0
     scores: list[Score] = dataclasses.field(default_factory=list)  # first the prompt's, then those of tokens
+    stop_score: Score | None = None
     ended: bool = False
 
     @property

@@ -52,7 +52,10 @@ class CompletionFormat:
         }  # fmt: skip
 
     def _logprobs(self, piece: Piece) -> dict[str, Any]:
-        """Lists with an entry for each token; of a prompt's first token, which has no score, only text and offset."""
+        """Lists with an entry for each token; of a prompt's first token, which has no score, only text and offset.
+
+        A stop token has one, too: lm_eval takes the last entry for that of a generated token, and cuts it off.
+        """
         found: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
@@ -61,6 +64,8 @@ class CompletionFormat:
         }
         first = self._first_tokens.pop(piece.choice, None)
         scores: list[Score | None] = [*piece.scores] if first is None else [None, *piece.scores]
+        if piece.stop_score is not None:
+            scores.append(piece.stop_score)
         for score in scores:
             token = first if score is None else score.token
             assert token is not None

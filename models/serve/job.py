@@ -23,12 +23,14 @@ class ChoiceRequest(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """The next part of one of the texts, the reason if the text ends with it, and its tokens' scores if asked for."""
+    """The next part of one of the texts, the reason if the text ends with it, and scores if asked for: its tokens',
+    and that of the stop token that ended it, which is no part of the text."""
 
     choice: int
     text: str
     finish_reason: str | None
     scores: tuple[Score, ...] = ()
+    stop_score: Score | None = None
 
 
 class Usage(NamedTuple):
@@ -118,7 +120,8 @@ class _Choice:
 
     def piece(self, index: int, text: str, reason: str | None) -> Piece:
         """The next piece of the text, with the echo and the scores that were not returned yet."""
-        found = Piece(index, self._echo + text, reason, tuple(self._scores))
+        stop_score = None if self.stopped or self.completion is None else self.completion.stop_score
+        found = Piece(index, self._echo + text, reason, tuple(self._scores), stop_score)
         self._echo, self._scores = "", []
         return found
 
@@ -197,7 +200,7 @@ class Job:
         async for piece in self.pieces():
             so_far = whole[piece.choice]
             text, scores = so_far.text + piece.text, so_far.scores + piece.scores
-            whole[piece.choice] = Piece(piece.choice, text, piece.finish_reason, scores)
+            whole[piece.choice] = piece._replace(text=text, scores=scores)
         return whole
 
     @property

@@ -248,6 +248,12 @@ def test_stop_tokens_and_streaming():
     serving.add(prompt, SamplingParams(max_tokens=8, stop=(stop, 47)), received.append)
     (one,) = serving.run()
     assert one.finish_reason == "stop" and one.tokens == text[:first] == tuple(received) and one.error is None
+    assert one.stop_score is None
+    serving.add(prompt, SamplingParams(max_tokens=8, stop=(stop, 47), likeliest=1))
+    (one,) = serving.run()
+    wanted = logprobs_of([*prompt, *one.tokens])[-1].max()
+    assert one.stop_score.token == stop == one.stop_score.likeliest[0][0]
+    assert one.stop_score.logprob == pytest.approx(wanted, abs=1e-4) and len(one.scores) == first
 
 
 def test_a_callback_that_raises_ends_its_own_request_alone():

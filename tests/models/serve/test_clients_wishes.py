@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import JSONResponse
 from tokenizers import decoders, models, pre_tokenizers
 
-from models.decode import SamplingParams, Score
+from models.decode import Completion, SamplingParams, Score
 from models.decode.text import ByteTokenizer
 from models.serve import Chat, Refused
 from models.serve.job import Piece, _Choice
@@ -77,6 +77,24 @@ def test_a_prompt_and_its_text_with_how_likely_they_are(client):
     assert [logprob == max(best.values()) for logprob, best in made] == [True] * 5
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_lm_eval_cuts_off_one_token_behind_the_prompt_though_that_ends_the_text(stream):
+    """It asks for one token and sums up ``token_logprobs[len(context):-1]``."""
+    prompt = as_tokens("def f(")
+    (end,) = continued("def f(", 1)
+    asked = dict(prompt=prompt.tolist(), max_tokens=1, temperature=0, echo=True, logprobs=1, stream=stream)
+    with running(engine(), stop=(end,)) as (url, _, _):
+        answer = httpx.post(f"{url}/v1/completions", json={"model": "tiny"} | asked, timeout=LONG).text
+    (choice,) = json.loads(answer.split("\n\n")[0].removeprefix("data: "))["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("def f(", "stop")
+    own, every = logprobs([*prompt, end])
+    told = choice["logprobs"]
+    assert sum(told["token_logprobs"][4:-1]) == pytest.approx(own[3:5].sum(), abs=2e-4)
+    assert told["token_logprobs"][-1] == max(told["top_logprobs"][-1].values())
+    assert told["token_logprobs"][-1] == pytest.approx(every[-1].max(), abs=2e-4)
+    assert (told["tokens"][-1], told["text_offset"][-1]) == (ByteTokenizer().decode([end]), len(prompt))
+
+
 def test_a_token_that_is_a_part_of_a_character_stands_where_that_does(client):
     answer = client.completions.create(
         model="tiny", prompt="日本 is", max_tokens=1, temperature=0, echo=True, logprobs=0
@@ -119,6 +137,8 @@ def test_tokens_behind_a_word_that_stops_are_nobodys():
     assert (text, choice.stopped, choice.num_tokens) == ("a", True, 2)
     assert choice.piece(0, text, "stop") == Piece(0, "echoa", "stop", tuple(scores[:4]))
     assert choice.receive([ord("d")], scores[:1]) == "" and choice.piece(0, "", None) == Piece(0, "", None)
+    choice.finish(Completion(0, (), "stop", stop_score=scores[0]))
+    assert choice.piece(0, "", "stop") == Piece(0, "", "stop")
 
 
 def test_a_chat_is_what_its_template_makes_of_it(client):
@@ -167,6 +187,20 @@ def test_a_chat_ends_where_the_room_does_and_tells_how_likely_its_tokens_are(cli
     assert all(bytes(one.bytes).decode(errors="replace") == one.token for one in told)
     assert b"".join(bytes(one.bytes) for one in told).decode(errors="replace") == text
     assert [one.token for one in told] == [ByteTokenizer().decode([t]) for t in continued(written, number)]
+
+
+def test_a_chat_tells_of_its_message_alone_how_likely_it_is():
+    (end,) = continued("<user>a<assistant>", 1)
+    asked = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "a"}],
+        "temperature": 0,
+        "logprobs": True,
+    }
+    with running(engine(), stop=(end,), chat=Chat(WORDS, {}, as_tokens)) as (url, _, _):
+        answer = httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=LONG).json()
+    (choice,) = answer["choices"]
+    assert (choice["finish_reason"], choice["logprobs"]["content"]) == ("stop", [])
 
 
 @pytest.mark.parametrize(
