@@ -8,6 +8,7 @@ length that it is for (``Limits.table_sizes``), or ``Engine.compile`` compiles a
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -425,12 +426,7 @@ class Engine:
             return
         request.num_unread -= 1
         if not found.finite[row]:
-            self._end(
-                request,
-                "error",
-                f"the model's answer at position {request.num_cached} is not a number: its weights hold NaN or "
-                "infinity, or its activations grew beyond their type; check the weights, or compute in float32",
-            )
+            self._end_without_number(request, request.num_cached)
             return
         if not request.tokens:
             self._store_blocks(request.blocks, self._scheduler.keys(request, request.num_cached))
@@ -455,15 +451,28 @@ class Engine:
         self, request: Request, found: Prefilled | Decoded, row: int, start: int, tokens: list[int]
     ) -> None:
         for one in self._scores_of(request, found, row, start, tokens):
-            if not request.ended:
-                request.scores.append(one)
-                self._call(request, request.on_score, one)
+            if request.ended:
+                return
+            if not all(map(math.isfinite, (one.logprob, *(logprob for _, logprob in one.likeliest)))):
+                first = 1 if request.params.score_prompt else len(request.prompt)
+                self._end_without_number(request, first + len(request.scores))
+                return
+            request.scores.append(one)
+            self._call(request, request.on_score, one)
 
     def _scores_of(
         self, request: Request, found: Prefilled | Decoded, row: int, start: int, tokens: list[int]
     ) -> Iterator[Score]:
         assert found.scores is not None
         return found.scores.of(row, start, tokens, request.params.likeliest or 0)
+
+    def _end_without_number(self, request: Request, position: int) -> None:
+        self._end(
+            request,
+            "error",
+            f"the model's answer at position {position} is not a number: its weights hold NaN or "
+            "infinity, or its activations grew beyond their type; check the weights, or compute in float32",
+        )
 
     def _call(self, request: Request, callback: Callable[[Any], None] | None, value: Any) -> None:
         if callback is None or request.ended:

@@ -484,6 +484,36 @@ def test_how_likely_tokens_are_is_what_the_plain_forward_says(drafts, microbatch
     assert all(not score.likeliest for score in found[alone].scores)
 
 
+def test_a_scored_prompt_fails_where_the_model_has_no_number_though_its_text_has():
+    """The last layer's broken expert leaves its NaN with the tokens that chose it."""
+    (prompt,), params = prompts(9, seed=4), a_params()
+    for expert in range(4):
+        broken = jax.tree_util.tree_map_with_path(
+            lambda path, leaf, e=expert: leaf.at[0, e].set(np.nan) if "'experts'" in str(path) else leaf,
+            params["stages"]["layers"][0],
+        )
+        layers = [broken, *params["stages"]["layers"][1:]]
+        damaged = params | {"stages": params["stages"] | {"layers": layers}}
+        padded = np.zeros((1, LIMITS.max_positions), np.int32)
+        padded[0, : len(prompt)] = prompt
+        finite = np.isfinite(np.asarray(whole(CONFIG, damaged, padded))[0, : len(prompt)]).all(-1)
+        if finite[-1] and not finite.all():
+            break
+    first = int(np.argmin(finite)) + 1
+    serving = Engine(MODEL, damaged, LIMITS)
+    serving.add(prompt, SamplingParams(max_tokens=1))
+    serving.add(prompt, SamplingParams(max_tokens=1, likeliest=1, score_prompt=True))
+    unscored, scored = serving.run()
+    assert (unscored.finish_reason, scored.finish_reason, len(scored.prompt_scores)) == (
+        "length",
+        "error",
+        first - 1,
+    )
+    assert scored.error.startswith(
+        f"the model's answer at position {first} is not a number: its weights hold NaN"
+    )
+
+
 def test_whoever_asks_how_likely_tokens_are_has_to_be_able_to_hear_it():
     serving, (prompt,) = engine(), prompts(5, seed=6)
 
