@@ -9,6 +9,7 @@ of a position.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,8 +52,11 @@ class Rows(NamedTuple):
 def init_cache(config: Config, num_blocks: int, block_size: int) -> Array:
     """Return an empty cache, [layers, P, block_size, X] in the compute dtype.
 
-    The layers of modules of multi-token prediction come after the model's. Raises a ValueError if a size is
-    below 1.
+    The layers of modules of multi-token prediction come after the model's.
+
+    Raises:
+      ValueError: a size is below 1.
+      MemoryError: there are 2**63 bytes or more, at which JAX does not raise but ends the process.
     """
     if num_blocks < 1 or block_size < 1:
         raise ValueError(
@@ -60,7 +64,10 @@ def init_cache(config: Config, num_blocks: int, block_size: int) -> Array:
         )
     layers = config.num_layers + config.num_mtp_layers
     width = config.kv_lora_rank + config.qk_rope_dim
-    return jnp.zeros((layers, num_blocks, block_size, width), config.compute_dtype)
+    shape = layers, num_blocks, block_size, width
+    if math.prod(shape) * np.dtype(config.compute_dtype).itemsize >= 2**63:
+        raise MemoryError(f"init_cache: no memory holds a cache of {shape}")
+    return jnp.zeros(shape, config.compute_dtype)
 
 
 def write(cache: Array, rows: Rows, latents: Sequence[Array]) -> Array:

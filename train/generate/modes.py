@@ -92,8 +92,8 @@ def make_engine(loaded: LoadedModel, options: Source, max_requests: int, positio
         say(unusable_warning(error, options))
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+    except (jax.errors.JaxRuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise ConfigError(
             f"there is no memory for {loaded.name} and {room} positions of {limits.max_requests} prompts: give a "
