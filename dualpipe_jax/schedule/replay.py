@@ -118,8 +118,9 @@ def fit(timed: Iterable[Timed], placement: Placement) -> CostModel:
     """Estimate the costs of a stage from units that ran: medians, and extras of the first and the last stage.
 
     Kinds that did not run are estimated: a forward is one third and a whole backward two thirds of a pair, I and
-    W are halves of a backward, and a pair gains nothing. The usual cost is that of the stages in the middle, else
-    that of the faster end.
+    W are halves of a backward, and a pair gains nothing. Where stages run whole backwards only, I and W take the parts
+    of them that they take at other stages. The usual cost is that of the stages in the middle, else that of the
+    faster end.
 
     Raises:
       ValueError: no unit that ran tells the cost of a forward or of a backward.
@@ -132,7 +133,14 @@ def fit(timed: Iterable[Timed], placement: Placement) -> CostModel:
         else:
             times[kind][_position(placement, actions[0])].append(took)
     found = {kind: {at: statistics.median(t) for at, t in by.items()} for kind, by in times.items()}
-    usual = {kind: by.get("middle", min(by.values())) for kind, by in found.items()}
+    usual = _usual(found)
+    if {"B", "I", "W"} <= usual.keys():
+        # A place may run whole backwards only: their I and W take the same parts of them as elsewhere.
+        part = usual["I"] / (usual["I"] + usual["W"] or 1.0)
+        for place, took in found["B"].items():
+            found["I"].setdefault(place, part * took)
+            found["W"].setdefault(place, took - part * took)
+        usual = _usual(found)
     if not pairs and not ("F" in usual and ("B" in usual or {"I", "W"} <= usual.keys())):
         raise ValueError("fit: no forwards or no backwards were measured; give a whole step")
     both = statistics.median(took for _, took in pairs) if pairs else 0.0
@@ -151,6 +159,11 @@ def fit(timed: Iterable[Timed], placement: Placement) -> CostModel:
         pair,
         extra={0: _limit_reduction(extra["first"], pair), -1: _limit_reduction(extra["last"], pair)},
     )
+
+
+def _usual(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """The time of each kind at the stages in the middle, else at the faster end."""
+    return {kind: by.get("middle", min(by.values())) for kind, by in found.items()}
 
 
 def _position(placement: Placement, action: Action) -> str:

@@ -50,6 +50,16 @@ def test_costs_come_out_as_they_were_put_in(make):
     assert max(abs(unit.difference) for unit in again.units) < 1e-9
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("last", [(0.5, 0.6, 0.7), (-0.15, -0.2, -0.2)], ids=["longer", "shorter"])
+def test_a_stage_of_whole_backwards_is_priced_by_these_though_others_split_theirs(ranks, last):
+    """On two ranks the last stage runs B alone and the first I and W; on four, B runs alone in the middle."""
+    measured = ran(dualpipe(ranks, 4), CostModel(1, 1.3, 0.7, FB=2.4, send=0.1, extra={-1: last}))
+    again = replay(measured)
+    assert again.simulated.makespan == pytest.approx(measured.makespan)
+    assert max(abs(unit.difference) for unit in again.units) < 1e-9
+
+
 @pytest.mark.parametrize("make", ALL_SCHEDULES, ids=lambda make: make.__name__)
 def test_a_simulated_step_is_replayed_as_long_as_it_was(make):
     """Also where a rank waits for the ends of transfers only, and where it waits for none."""
