@@ -193,6 +193,15 @@ def test_pairs_idle_more_of_a_shorter_step():
     assert float(pairs["makespan"]) < float(whole["makespan"])
 
 
+def test_interleaved_pairs_of_four_stages_idle_longer_in_a_shorter_step():
+    """Where sends are free and microbatches many, as three pages say; with 20 on 8 ranks DualPipe's step is shorter."""
+    for ranks, microbatches, shorter in ((4, 16, True), (16, 64, True), (8, 20, False)):
+        pipes, finer = dualpipe(ranks, microbatches), interleaved_1f1b_overlap(ranks, microbatches, 4)
+        one, four = (simulate(each, CostModel(FB=2.25).for_schedule(each)) for each in (pipes, finer))
+        assert sum(four.idle) > sum(one.idle)
+        assert (four.makespan < one.makespan) == shorter
+
+
 # Warnings
 
 
@@ -205,6 +214,7 @@ def test_chimera_idles_more_than_1f1b_from_the_third_unit_on():
 
 
 def test_v_min_is_fragile_at_the_costs_of_a_real_pair():
+    assert "twice as long as 1F1B on 16 ranks with 64 microbatches" in " ".join(TEXT.split())
     costs = CostModel(1, 1.64, 0.97)  # DeepSeek-V3: computation alone
     assert largest_idle(v_min(16, 64), costs) > 2 * largest_idle(one_f_one_b(16, 64), costs)
 
