@@ -361,6 +361,10 @@ def test_the_words_about_decoding_and_balance_hold():
     assert "one microbatch is quicker there, with less than half of its all-to-alls hidden" in page
     assert value("serving_pairs", one, "step") < value("serving_pairs", two, "step")
     assert value("serving_pairs", one, "all") < 50
+    serving = (ROOT / "docs" / "serving.md").read_text()
+    assert "the compiler's model hides all on v5e and nine tenths on v5p" in serving
+    hidden = [value("serving_pairs", f"{chip}_prefill", "hidden") for chip in ("v5e_4x4", "v5p_4x4x2")]
+    assert hidden[0] == 100 and 85 < hidden[1] < 95
     assert "balances more than twice as well as the weaker of the two losses" in page
     bias, loss = "bias_and_a_loss_of_0_0001_v3_s", "auxiliary_loss_of_0_001"
     assert 2 < ratio("ablation", loss, bias, "violation") < 3
@@ -372,20 +376,20 @@ def test_the_words_about_gpus_hold():
     ]
     assert value("h100_steps", "gb200", "step") < 0.75 * value("h100_steps", "b200", "step")
     units = [row for row, each in TABLES["gpu_layer"].rows.items() if "measured" in each.values]
-    assert "of twelve units of a layer ten took within 3 % of what the roofline says" in pages[2]
+    assert "of twelve units of a layer nine took within 3 % of what the roofline says" in pages[2]
     assert len(units) == 12
     times = {
         row: [value("gpu_layer", row, column) for column in ("measured", "roofline", "sheet")]
         for row in units
     }
     off = {row: measured / roofline for row, (measured, roofline, _) in times.items()}
-    others = {row for row, ratio in off.items() if not 0.97 < ratio < 1.031}
-    assert others == {"dropless_f", "capacity_rounded"}
+    others = {row for row, ratio in off.items() if not 0.97 < ratio < 1.03}
+    assert others == {"dropless_f", "capacity_f", "capacity_rounded"}
     assert (
-        "F of dropless and the pair with capacity whose gradients nobody sums took 3.2 to 3.3 % longer"
+        "F, dropless and with capacity, and the pair with capacity whose gradients nobody sums took 3.1 to 3.3 % longer"
         in pages[2]
     )
-    assert all(1.0315 < off[row] < 1.0335 for row in others)
+    assert {round(100 * off[row] - 100, 1) for row in others} <= {3.1, 3.2, 3.3}
     pair = [value("gpu_layer", f"{dispatch}_fb", "measured") for dispatch in ("dropless", "capacity")]
     assert "a pair that drops no token took a sixtieth longer than one with capacity" in pages[1]
     assert 1 / 70 < pair[0] / pair[1] - 1 < 1 / 50
