@@ -107,7 +107,7 @@ class Pipeline:
       wide_gradients: whether matrix products output gradients in the dtype of their sums where that is wider,
         instead of rounding them to the parameter's dtype; on GPU they then add to the sum in the same kernel.
         None: they do, except on CPU, where such products are slow and may wait for each other's threads for
-        ever (YNNPACK's; see docs/how_it_works.md).
+        ever (YNNPACK's; see docs/pods.md).
       divergence: how ranks run different units in one tick. "loop": each unit is a loop of zero or one trips.
         "switch": all units are branches of one conditional. On GPU it costs a single round trip to the host,
         where each loop costs one, but before JAX 0.11 all slot pools and sums are copied there at every tick.
