@@ -6,7 +6,6 @@ compilation. The last text has the most information: after code generation on a 
 
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 from dualpipe_jax.inspect.collectives import KINDS
 
@@ -19,21 +18,16 @@ _DUMP_POINTS = "after_codegen", "after_optimizations"
 _COLLECTIVE = re.compile(rf" (?:{'|'.join(KINDS)})(?:-start)?\(")
 
 
-class ProgramFiles(NamedTuple):
-    """The file of the program with the most collectives, and the files of all other programs."""
-
-    file: Path
-    others: tuple[Path, ...] = ()
-
-
-def find_program(path: Path) -> ProgramFiles:
+def find_program(path: Path) -> tuple[Path, list[Path]]:
     """Return a file as it is; for a folder, its program with the most collectives, the longest one if several have.
+
+    The second result is the files of the folder's other programs.
 
     Raises:
       ValueError: if the folder holds no compiled program as text.
     """
     if not path.is_dir():
-        return ProgramFiles(path)
+        return path, []
     programs: dict[str, Path] = {}
     for point in _DUMP_POINTS:
         for file in sorted(path.iterdir()):
@@ -46,7 +40,7 @@ def find_program(path: Path) -> ProgramFiles:
             f"no compiled program in this folder's {len(list(path.iterdir()))} files; compile with {DUMP_FLAGS}, or "
             "name a file with the text of what jax.jit(f).lower(...).compile() returns"
         )
-    return ProgramFiles(files[0], tuple(files[1:]))
+    return files[0], files[1:]
 
 
 def _collectives_and_size(file: Path) -> tuple[int, int]:

@@ -214,7 +214,7 @@ def test_a_program_is_found_among_dumped_files(tmp_path):
     file, others = find_program(tmp_path)
     assert file.name == "module_0001.jit_step.cl_9.after_codegen.txt"
     assert [other.name.split(".")[1] for other in others] == ["jit_other", "jit_small", "jit_seed"]
-    assert find_program(file) == (file, ())
+    assert find_program(file) == (file, [])
 
 
 def test_a_folder_without_a_program_is_told_with_what_to_do(tmp_path):
