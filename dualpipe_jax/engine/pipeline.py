@@ -371,19 +371,18 @@ class Pipeline:
 
         def per_leaf(name: str, default: Any) -> Tree:
             given = getattr(self, name)
-            given = {} if given is None else given
+            # None, or a single dtype, is that of all leaves.
+            given = given if isinstance(given, dict) else dict.fromkeys(one, given)
             return {part: broadcast(given.get(part), one[part], default, name) for part in one}
 
         used = per_leaf("param_specs", PartitionSpec())
         stored = per_leaf("storage_specs", _AS_USED)
         # A dtype is a leaf for tree.map, but None is not.
-        dtypes = per_leaf("compute_dtype", _OWN) if isinstance(self.compute_dtype, dict) else None
+        dtypes = per_leaf("compute_dtype", _OWN)
 
         def leaf(use: PartitionSpec, store: Any, dtype: Any) -> LeafSharding:
             return LeafSharding(use, use if store is _AS_USED else store, None if dtype is _OWN else dtype)
 
-        single = _OWN if self.compute_dtype is None else self.compute_dtype
-        dtypes = jax.tree.map(lambda _: single, used) if dtypes is None else dtypes
         shardings = jax.tree.map(leaf, used, stored, dtypes)
         checks.check_shardings(self.mesh, one, shardings)
         return Step(
