@@ -1,25 +1,14 @@
 """Streams of tokens with random access: documents one after the other, each followed by the separator."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from train.data.errors import DataError
 
 
-class Stream(Protocol):
-    """A stream of tokens, from which batches are cut."""
-
-    def __len__(self) -> int: ...
-
-    def windows(self, starts: np.ndarray, width: int) -> np.ndarray:
-        """The ``width`` tokens from each of ``starts``, int64 [n], on; int32 [n, width]."""
-        ...
-
-
-class _JoinedStream:
-    """A stream of pieces joined end to end; ``_read`` reads a part of one piece."""
+class Stream:
+    """A stream of tokens, from which batches are cut: pieces joined end to end; ``_read`` reads a part of one piece."""
 
     def __init__(self, lengths: Sequence[int] | np.ndarray):
         self._ends = np.cumsum(lengths, dtype=np.int64)
@@ -28,7 +17,10 @@ class _JoinedStream:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def windows(self, starts: np.ndarray, width: int) -> np.ndarray:
-        """See ``Stream``. Raises DataError for a piece that is damaged or has changed."""
+        """The ``width`` tokens from each of ``starts``, int64 [n], on; int32 [n, width].
+
+        Raises DataError for a piece that is damaged or has changed.
+        """
         found = np.empty((len(starts), width), np.int32)
         for row, start in enumerate(starts.tolist()):
             filled, number = 0, int(np.searchsorted(self._ends, start, side="right"))
@@ -43,7 +35,7 @@ class _JoinedStream:
         raise NotImplementedError
 
 
-class ArrayStream(_JoinedStream):
+class ArrayStream(Stream):
     """A stream of arrays joined end to end, in memory or mapped from files.
 
     Args:
@@ -67,7 +59,7 @@ class ArrayStream(_JoinedStream):
         return tokens
 
 
-class DocumentStream(_JoinedStream):
+class DocumentStream(Stream):
     """A stream of documents that are read and turned into tokens when they are needed.
 
     Args:
