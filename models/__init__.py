@@ -1,6 +1,6 @@
 """Models as pure functions of (params, x); no pipeline in sight."""
 
-from dualpipe_jax.functional import Functions, from_linen, from_nnx, num_params, pure_linen, pure_nnx
+from dualpipe_jax.functional import num_params
 from models import recipes, weights
 from models.config import MODELS, Config, byte, moe_67b, small, tiny, v2, v2_lite, v3
 from models.forward import logits
@@ -23,7 +23,6 @@ __all__ = [
     "Config",
     "Costs",
     "Dispatch",
-    "Functions",
     "Kernels",
     "Model",
     "byte",
@@ -31,8 +30,6 @@ __all__ = [
     "deepseek",
     "expert_tables",
     "figures",
-    "from_linen",
-    "from_nnx",
     "given_plan",
     "layer_plan",
     "logits",
@@ -41,8 +38,6 @@ __all__ = [
     "num_params",
     "place_experts",
     "placed_specs",
-    "pure_linen",
-    "pure_nnx",
     "recipes",
     "recompute_keys",
     "recompute_local",

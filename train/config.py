@@ -5,7 +5,6 @@ them from there, from files and from presets.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -234,11 +233,6 @@ class TrainConfig:
                 "TrainConfig: step.sequence is None: train.recipe.follow(config) takes the recipe's"
             )
         return self.step.sequence
-
-    @property
-    def tokens_per_step(self) -> int:
-        """The number of tokens in the batch of a step; in the largest batch if batches grow."""
-        return math.prod(self.batch_shape)
 
     @property
     def batch_counts(self) -> tuple[int, ...]:

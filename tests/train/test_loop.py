@@ -141,7 +141,7 @@ def test_a_step_is_a_line_of_json_and_now_and_then_one_of_plain_output(tmp_path)
     ]
     assert {"grad_norm", "max_vio", "dropped", "learning_rate", "step_s", "data_wait_s"} <= lines[0].keys()
     assert {"tokens_per_s", "tflops_per_s", "process_memory_gib"} <= lines[0].keys()
-    assert lines[0]["tokens_per_s"] == pytest.approx(CONFIG.tokens_per_step / lines[0]["step_s"])
+    assert lines[0]["tokens_per_s"] == pytest.approx(math.prod(CONFIG.batch_shape) / lines[0]["step_s"])
     assert [line.split()[1] for line in said.splitlines()] == ["1/5", "2/5", "4/5", "5/5"]
     first, later = said.splitlines()[:2]
     assert all(word in later for word in ("loss 4.000", "tokens/s", "TFLOP/s", "MFU n/a", "s/step", "GiB"))
@@ -459,7 +459,7 @@ def test_the_held_out_loss_is_measured_on_the_way(tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 2, 3, 4]
     assert lines[2] == {"step": 2, "heldout_loss": 2.0} and "held-out loss at step 2: 2.000 nats" in said
     steps = [line for line in lines if "loss" in line]
-    assert [line["tokens"] for line in steps] == [n * CONFIG.tokens_per_step for n in (1, 2, 3, 4)]
+    assert [line["tokens"] for line in steps] == [n * math.prod(CONFIG.batch_shape) for n in (1, 2, 3, 4)]
     assert sorted(line["time"] for line in steps) == [line["time"] for line in steps]
 
 

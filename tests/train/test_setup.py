@@ -1,5 +1,6 @@
 """Wiring: every option reaches what it is for, batches come from the text to train on, evaluation from the other."""
 
+import math
 import types
 
 import jax
@@ -61,7 +62,7 @@ def test_the_optimizer_gets_its_options(spied):
     ((args, kwargs, _),) = seen["make_optimizer"]
     recipe = seen["run_recipe"][0][2]
     assert recipe.warmup == 7 and recipe.rates[0].start == 3e-3
-    assert recipe.tokens == 77 * OTHER.tokens_per_step and recipe.bias_rates[0].start == 0.02
+    assert recipe.tokens == 77 * math.prod(OTHER.batch_shape) and recipe.bias_rates[0].start == 0.02
     assert args == (recipe.learning_rate,)
     assert kwargs == {"clip": 0.7, "weight_decay": 0.03, "b1": 0.8, "b2": 0.9, "moments": "bfloat16"}
     ((_, asked, _), *_) = seen["Pipeline"]
