@@ -35,7 +35,7 @@ def raw_stage(
         out = checked_output(kind, function(*typed(raw_params, params), *typed(raw_seen, seen)))
         losses = {name: jnp.asarray(loss).astype(jnp.float32) for name, loss in out.losses.items()}
         metrics = jax.tree.map(lambda m: jax.lax.stop_gradient(as_metric(m)), dict(out.metrics))
-        return vary((raw(out.x), losses)), vary(metrics)
+        return vary((raw(jax.tree.map(jnp.asarray, out.x)), losses)), vary(metrics)
 
     return stage
 

@@ -63,8 +63,15 @@ def zeros(tree: Tree) -> Tree:
 
 
 def raw_zeros(tree: Tree) -> Tree:
-    """Zeros of the types that ``raw`` gives the tree."""
-    return zeros(jax.eval_shape(raw, tree))
+    """Zeros of the types that ``raw`` gives the tree, weak where these are."""
+
+    def zero(leaf: Any) -> jax.Array:
+        # Of a Python number JAX makes a weak array, which takes the dtype of what it meets.
+        strong = jnp.zeros(leaf.shape, leaf.dtype)
+        weak = jnp.full(leaf.shape, leaf.dtype.type(0).item()) if leaf.weak_type else strong
+        return weak if weak.dtype == leaf.dtype else strong
+
+    return jax.tree.map(zero, jax.eval_shape(raw, tree))
 
 
 def sum_dtype(dtype: Any, wanted: Any) -> Any:

@@ -161,6 +161,34 @@ def test_metrics_of_narrow_dtypes_are_summed_in_wide_ones():
     np.testing.assert_allclose(by["stages"], exact / 2, rtol=1e-2)  # its products are bfloat16's
 
 
+def test_numbers_of_python_take_the_dtype_of_what_they_meet():
+    """As parameters and as leaves of x, against jax.value_and_grad; with these numbers bfloat16 rounds nothing."""
+
+    def first(own, shared, x, at):
+        return Out((at.batch @ own * shared["scale"], 0.5))
+
+    def middle(own, shared, x, at):
+        y, half = x
+        return Out((y * half * shared["shifts"][0], half), metrics={"bytes": (y * half).dtype.itemsize})
+
+    def last(own, shared, x, at):
+        return Out(losses={"mean": jnp.mean((x[0] * x[1]).astype(jnp.float32))})
+
+    def plain(params, batch):
+        y = batch @ params["stages"][0] * params["shared"]["scale"]
+        return jnp.mean((y * 0.5 * params["shared"]["shifts"][0] * 0.5).astype(jnp.float32))
+
+    model = StagedModel({"first": first, "middle": middle, "last": last}, ("first", "middle", "last"))
+    own, batch = jnp.ones((3, 2, 2), jnp.bfloat16), jnp.arange(8, dtype=jnp.bfloat16).reshape(2, 2, 2)
+    params = {"stages": own, "shared": {"scale": 2.0, "shifts": jnp.full(2, 4.0)}}  # weak: of a Python number
+    want = jax.value_and_grad(plain)(params, batch)
+    (loss, report), grads = quick(Pipeline(model, one_f_one_b(3, 2), make_mesh(3)).value_and_grad)(
+        params, batch
+    )
+    assert report.metrics["bytes"] == 2 * 2
+    assert_close((loss, grads), want)
+
+
 def test_complex_parameters_keep_their_imaginary_part():
     """Summed in float32 they are summed in complex64: against jax.value_and_grad of the plain model."""
 
