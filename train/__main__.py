@@ -58,6 +58,8 @@ def start(command: Command) -> int:
     # Orbax logs unimportant messages there.
     logging.getLogger("absl").setLevel(logging.ERROR)
     if command.check is not None:
+        # Nothing is computed, and the run itself may be at work on the accelerator.
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
         return check_run(command.check)
     if command.compare or command.report:
         return compare_or_report(command)

@@ -5,6 +5,7 @@ import errno
 import gc
 import io
 import json
+import os
 import platform
 import re
 import resource
@@ -411,6 +412,22 @@ def test_the_facts_are_all_that_matters(run):
     assert facts["options"]["optimizer"]["steps"] == 250
     assert facts["seed"] == 0 and facts["tokenizer"] == "bytes"
     assert facts["versions"]["jax"] == jax.__version__
+
+
+def test_a_check_is_on_the_cpu_unless_the_environment_says_otherwise(monkeypatch):
+    """On an accelerator it would take memory from the run, which may be at work there."""
+    platforms = []
+
+    def check_run(folder):
+        platforms.append(os.environ["JAX_PLATFORMS"])
+        return 0
+
+    monkeypatch.setattr("train.__main__.check_run", check_run)
+    monkeypatch.setenv("JAX_PLATFORMS", "tpu")
+    assert main(["--check", "run"]) == 0
+    monkeypatch.delenv("JAX_PLATFORMS")
+    assert main(["--check", "run"]) == 0
+    assert platforms == ["tpu", "cpu"]
 
 
 def test_check_says_which_are_whole(run, capsys):
