@@ -168,7 +168,10 @@ def _chat(body: bytes, runner: Runner, served: Served, limits: HttpLimits) -> Pr
             "/v1/completions, or serve a model that was trained for chats",
             param="messages",
         )
-    messages = [{"role": one.role, "content": one.text} for one in parsed.messages]
+    messages = [
+        {"role": one.role, "content": one.text} | ({"name": one.name} if one.name else {})
+        for one in parsed.messages
+    ]
     prompt = served.chat(messages)
     token_limit = parsed.token_limit or max(1, runner.max_positions - len(prompt))
     choices = _choice_requests(parsed, [prompt], token_limit, runner, served, limits)

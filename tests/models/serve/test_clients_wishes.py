@@ -189,6 +189,16 @@ def test_a_chat_ends_where_the_room_does_and_tells_how_likely_its_tokens_are(cli
     assert [one.token for one in told] == [ByteTokenizer().decode([t]) for t in continued(written, number)]
 
 
+def test_a_template_hears_who_speaks():
+    heard, slow = [], Slow()
+    messages = [{"role": "user", "content": "a", "name": "Ada"}, {"role": "user", "content": "b"}]
+    slow.go_on.release()
+    with running(slow, chat=lambda given: heard.extend(given) or as_tokens("x")) as (url, _, _):
+        asked = {"model": "tiny", "messages": messages, "max_tokens": 1}
+        assert httpx.post(f"{url}/v1/chat/completions", json=asked, timeout=LONG).status_code == 200
+    assert heard == messages
+
+
 def test_a_chat_tells_of_its_message_alone_how_likely_it_is():
     (end,) = continued("<user>a<assistant>", 1)
     asked = {
