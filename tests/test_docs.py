@@ -26,6 +26,7 @@ from train.config import make_schedule
 from train.generate.options import parse as parse_generating
 from train.options import parse
 from train.prepare.options import parse as parse_preparing
+from train.processes.launch import HEARTBEAT_S
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -198,6 +199,11 @@ def test_the_cluster_starts_what_would_start():
     assert (
         command.options.launch.num_processes == job["spec"]["completions"] == command.options.step.num_devices
     )
+
+
+def test_a_cluster_waits_as_long_as_is_said():
+    page = " ".join((ROOT / "docs" / "pods.md").read_text().split())
+    assert f"when one, dead or stopped, gave no sign of life for {HEARTBEAT_S} s." in page
 
 
 def test_every_script_that_is_named_is_there():
