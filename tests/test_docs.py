@@ -201,6 +201,13 @@ def test_the_cluster_starts_what_would_start():
     )
 
 
+def test_overlap_takes_no_cpus_as_the_page_says(capsys):
+    page = (ROOT / "docs" / "quickstart.md").read_text()
+    assert "| `dualpipe dryrun`, `overlap`, `plan` | `--target cpu:N`, but for `overlap` |" in page
+    assert main(["overlap", "--target", "cpu:4", "--pp", "2", "--ep", "2", "--program", "tiny"]) == 2
+    assert "on CPU nothing overlaps" in capsys.readouterr().err
+
+
 def test_a_cluster_waits_as_long_as_is_said():
     page = " ".join((ROOT / "docs" / "pods.md").read_text().split())
     assert f"when one, dead or stopped, gave no sign of life for {HEARTBEAT_S} s." in page
