@@ -28,7 +28,6 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
-ROOT = Path(__file__).resolve().parent.parent
 GB = 1e9
 ROWS = {
     "one device": ("huggingface", "one"),
@@ -163,7 +162,7 @@ def main() -> None:
         return
     folder = Path(tempfile.mkdtemp(prefix="reading_weights-", dir=options.folder))
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={options.devices}"
-    environ = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": str(ROOT)}
+    environ = os.environ | {"XLA_FLAGS": flags}
 
     def child(what: str) -> str:
         sizes = ["--gb", str(options.gb), "--devices", str(options.devices)]
