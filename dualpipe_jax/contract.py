@@ -107,7 +107,9 @@ class StagedModel:
 
     A stage function may use collectives over the axes "ep" and "dp" (but no ppermute, and nothing over "pp").
     It marks what the backward is to recompute with ``jax.checkpoint``, under any policy. Integer leaves of
-    params get gradients of dtype float0, as from ``jax.grad(allow_int=True)``.
+    params get gradients of dtype float0, as from ``jax.grad(allow_int=True)``. The backward of a ``custom_vjp``
+    must be linear in its cotangent: each part's losses have the cotangent 1, and the mean is taken of the sums of
+    gradients. One that clips its cotangent meets larger numbers than under ``jax.grad`` of the mean.
 
     Attributes:
       kinds: stage functions by name. Each further name in use takes more time to compile.
