@@ -309,6 +309,11 @@ def key_at(key: jax.Array | None, stage: Any, microbatch: Any, part: Any) -> jax
 def loss_weights(model: StagedModel, batch: Tree, names: Any) -> dict[str, jax.Array]:
     """How much a part of a microbatch counts in the mean of each loss: a float32 scalar for each of ``names``."""
     given = {} if model.weights is None else model.weights(batch)
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"StagedModel.weights returns {type(given).__name__}; it must return a dict of scalars by the names of "
+            'losses, such as {"loss": jnp.sum(mask)}.'
+        )
     if names and (unknown := sorted(set(given) - set(names))):
         raise ValueError(
             f"StagedModel.weights names {unknown}, but the losses that stages return are {sorted(names)}; each name in "

@@ -94,7 +94,8 @@ class OptimizerConfig:
     """Share of the run after which the learning rate begins to fall, along half a cosine to --final-rate at
     the last step. If both are left out, the recipe's phases."""
     final_rate: NotBelowZero | None = None
-    """Learning rate of the last step, as a share of the peak. If only --constant-until is given, 0.1."""
+    """Learning rate of the last step, as a share of the peak. If only --constant-until is given, 0.1; if only
+    this one is, --constant-until is 0."""
     warmup: NotNegative | None = None
     """Number of steps of warm-up. If left out, the recipe's, but at most a tenth of the run."""
     b1: Share | None = None

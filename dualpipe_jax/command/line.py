@@ -137,7 +137,7 @@ def read(
     paired: bool = False,
 ) -> T:
     """Read a command line into a dataclass. Prints the help if it is asked for; exits with 2 where reading fails, and
-    for a list that is given twice.
+    for a list that is given twice, and with 141 where the reader of the help has closed it.
 
     Args:
       kind: the dataclass.
@@ -151,7 +151,7 @@ def read(
     options = options_of(kind, default)
     pairs = () if paired else (tyro.conf.FlagCreatePairsOff,)
     _refuse_second_list(options, arguments)
-    with wide_enough():
+    with wide_enough(), _reader_may_leave():
         found: Any = tyro.cli(
             _grouped_class(kind, options, paired),
             prog=prog,
@@ -166,6 +166,20 @@ def read(
     )
     values = {option.path: value for option, value in read_as if not option.is_left_out(value)}
     return _build(kind, (), values)  # type: ignore[no-any-return]
+
+
+@contextlib.contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """Exit with 141 where the reader of the help, such as ``head``, has closed its end."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Nothing more may be flushed at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
 
 
 def _refuse_second_list(options: Sequence[Option], arguments: Sequence[str]) -> None:

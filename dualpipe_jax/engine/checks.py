@@ -6,7 +6,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from dualpipe_jax.arguments import UnfitError
 from dualpipe_jax.contract import At, Out, StagedModel, StageFunction, Tree, checked_output
@@ -214,6 +214,9 @@ def _spec_problems(
         ("storage_specs", sharding.stored, may_store),
     ):
         where = name.replace("params", kind, 1)
+        if not isinstance(spec, PartitionSpec):
+            yield f"{where} is {spec!r}: give a PartitionSpec, such as P({EP!r}), or None."
+            continue
         if kind == "storage_specs" and sharding.stored == sharding.used:
             continue
         if len(spec) > len(shape):

@@ -5,6 +5,8 @@ import itertools
 import os
 import re
 import shutil
+import subprocess
+import sys
 from typing import Annotated, ClassVar, Literal
 
 import pytest
@@ -230,3 +232,12 @@ def test_help_reads_well(name, columns, monkeypatch, capsys):
         indent = len(after) - len(after.lstrip())
         if indent > 6 and len(row) - len(row.lstrip()) == indent:
             assert len(row) + 1 + len(after.split()[0]) > columns - 4, (row, after)
+
+
+def test_a_reader_of_the_help_may_leave():
+    """As ``head -1`` does: there was a traceback."""
+    run = [sys.executable, "-m", "train", "--help"]
+    with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141

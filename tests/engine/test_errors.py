@@ -98,6 +98,7 @@ STORED = {
 }
 USED = {
     r"param_specs\['stages'\]\['up'\].*'pp'": of_stages(up=P("pp")),
+    r"param_specs\['stages'\]\['up'\] is 'ep': give a PartitionSpec, such as P\('ep'\)": of_stages(up="ep"),
     r"\['head'\] has shape.*11.*not divisible by the 2 devices": {"head": P(None, "ep")},
     "param_specs.*prefix": {"stages": {"up": None}},
     "param_specs.*stage": {"stage": None},

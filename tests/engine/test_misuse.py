@@ -217,6 +217,15 @@ def test_a_weight_is_a_scalar(shape):
             step(*arguments())
 
 
+def test_weights_are_a_dict():
+    weighted = pipeline(weights=lambda batch: jnp.float32(3))
+    for step in (weighted.value_and_grad, weighted.loss, reference_value_and_grad(weighted.model)):
+        with pytest.raises(
+            TypeError, match="weights returns .*; it must return a dict of scalars by the names"
+        ):
+            step(*arguments())
+
+
 def test_sums_of_narrow_gradients():
     """1,024 gradients of 1: one by one in bfloat16 a quarter arrives."""
     number = 1024
