@@ -220,10 +220,12 @@ def test_v_min_is_fragile_at_the_costs_of_a_real_pair():
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (8, 20), (16, 64)])
-def test_blocking_transfers_cost_dualpipe_so_many(ranks, microbatches):
-    schedule = dualpipe(ranks, microbatches)
-    more = simulate(schedule, CostModel(send=0.125, blocking=True)).makespan - simulate(schedule).makespan
-    assert more == 0.125 * (microbatches + 2 * ranks - 3)
+@pytest.mark.parametrize(("both", "one_more"), [(2, 1), (2.5, 0), (3, 0)])
+def test_blocking_transfers_cost_dualpipe_so_many(ranks, microbatches, both, one_more):
+    schedule, free = dualpipe(ranks, microbatches), CostModel(FB=both)
+    blocking = simulate(schedule, CostModel(FB=both, send=0.125, blocking=True)).makespan
+    transfers = (blocking - simulate(schedule, free).makespan) / 0.125
+    assert transfers == microbatches + 2 * ranks - 3 + one_more
 
 
 def test_plan_tries_what_the_page_says():
