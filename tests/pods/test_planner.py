@@ -357,12 +357,20 @@ def studied(monkeypatch):
     return asked, events
 
 
+USUAL = {
+    "--pp": "2",
+    "--per-device": "1",
+    "--remat": "all",
+    "--dispatch": "capacity",
+    "--schedule": "dualpipe 1f1b",
+}
+
+
 def planned(tmp_path, *more):
-    asked = "plan --target v5e:2x4 --program tiny --sequence 16 --pp 2 --per-device 1"
-    asked += " --remat all --max-stash 1 --whole"
-    asked += "" if "--dispatch" in more else " --dispatch capacity"
-    kept = str(tmp_path / "kept")
-    return main([*asked.split(), "--schedule", "dualpipe", "1f1b", "--cache", kept, *more])
+    """The exit status of a plan with these options, and the usual ones where it has none of theirs."""
+    asked = "plan --target v5e:2x4 --program tiny --sequence 16 --whole"
+    usual = " ".join(f"{flag} {values}" for flag, values in USUAL.items() if flag not in more)
+    return main([*asked.split(), *usual.split(), "--cache", str(tmp_path / "kept"), *more])
 
 
 @pytest.mark.parametrize(
