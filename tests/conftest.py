@@ -113,6 +113,13 @@ def pytest_collection_finish():
     gc.set_threshold(200_000, 20, 50)
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item, nextitem):
+    """JAX keeps every program that it compiled: with those of all files a worker grew to six GiB."""
+    if nextitem is None or nextitem.path != item.path:
+        jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def no_word_of_what_takes_long(monkeypatch):
     """On a busy machine anything may, and commands would say so beside what tests expect of them."""
