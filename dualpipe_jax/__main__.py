@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,8 +60,9 @@ def _flushed(status: Any) -> Any:
     try:
         sys.stdout.flush()
     except OSError as error:
-        # Nothing more may be flushed at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        from dualpipe_jax.command.output import discard_output
+
+        discard_output()
         return 141 if isinstance(error, BrokenPipeError) else status or _fail(error, 2)
     return status
 

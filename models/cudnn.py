@@ -71,9 +71,8 @@ def cudnn_attention(
             "no values wider than heads: take attention 'plain'"
         )
     length, width = v_BHSV.shape[-2:]
-    if (
-        segment_ids is not None and length % 2
-    ):  # cuDNN's mask needs an even length; no token sees one after it
+    # cuDNN's mask needs an even length; no token sees one after it.
+    if segment_ids is not None and length % 2:
         q_BHSX, k_BHSX, v_BHSV = (
             jnp.pad(a, ((0, 0), (0, 0), (0, 1), (0, 0))) for a in (q_BHSX, k_BHSX, v_BHSV)
         )

@@ -29,6 +29,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 from tyro.conf import arg
 
+from dualpipe_jax.command.output import discard_output
+
 T = TypeVar("T")
 
 _GROUP = "group_"
@@ -177,8 +179,7 @@ def _reader_may_leave() -> Iterator[None]:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # Nothing more may be flushed at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard_output()
         raise SystemExit(141) from None
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -84,3 +85,8 @@ def say_written(*files: Path) -> None:
 def show_json(value: Mapping[str, Any]) -> None:
     """Print what was found for other programs."""
     print(json.dumps(value, indent=2))
+
+
+def discard_output() -> None:
+    """Write nothing more: the reader of stdout has left, and Python would complain of what is flushed at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -127,9 +127,8 @@ def _signed(value: float, of: float) -> str:
 
 def _facts(found: Replay, units: Units) -> dict[str, Any]:
     measured, simulated = found.measured, found.simulated
-    of_a_share = simulated.costs.divided(
-        1 / stages_a_share(measured.schedule.placement)
-    )  # as --costs reads them
+    # As --costs reads them: of a rank's share, not of a stage.
+    of_a_share = simulated.costs.divided(1 / stages_a_share(measured.schedule.placement))
     return {
         "schedule": measured.schedule.name,
         "units": dataclasses.asdict(units),

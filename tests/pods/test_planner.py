@@ -361,6 +361,7 @@ USUAL = {
     "--pp": "2",
     "--per-device": "1",
     "--remat": "all",
+    "--max-stash": "1",
     "--dispatch": "capacity",
     "--schedule": "dualpipe 1f1b",
 }

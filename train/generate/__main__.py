@@ -1,9 +1,9 @@
 """``python -m train.generate``: prompts in, text out."""
 
-import os
 import sys
 from collections.abc import Sequence
 
+from dualpipe_jax.command.output import discard_output
 from train.config import ConfigError
 from train.generate.devices import check_at_once, find_devices
 from train.generate.exit_codes import run_command, say
@@ -22,9 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return run_command(lambda: start(options))
     except BrokenPipeError:  # the reader of the output has closed it
-        os.dup2(
-            os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-        )  # otherwise Python complains as it ends
+        discard_output()
         return 0
 
 
