@@ -1,7 +1,7 @@
 """Apply each edit of tests/mutants/*.toml to a copy of the tree and run the tests that should notice.
 
-An edit that no test notices survives: then a test is missing. Before the edit the same tests run without it, because a
-test that fails anyway notices nothing. The quick tests run first, the slow ones only if those pass.
+An edit that no test notices survives: then a test is missing. The quick tests run first, the slow ones only if those
+pass. The test that fails runs again without the edit, because a test that fails anyway notices nothing.
 
 The text `find`, which occurs once in `file`, is replaced by `put`. A group names the file and the tests of its mutants,
 unless a mutant names its own.
@@ -26,9 +26,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event
@@ -41,6 +39,8 @@ from tests.chosen import in_part  # noqa: E402
 LISTS = ROOT / "tests" / "mutants"
 # Pytest's exit code if it finds no tests.
 NO_TESTS = 5
+# Pytest's options: nothing is known of earlier runs; only what failed in the last one.
+FROM_NOW, FAILED = "--cache-clear", "--last-failed"
 # Compiling keeps only one core busy.
 WORKERS = 2
 COPIED = (
@@ -100,9 +100,13 @@ def without_tests(mutants: list[Mutant]) -> list[Mutant]:
     return [mutant for mutant in mutants if collect(mutant.tests) != 0]
 
 
-def run_tests(tree: Path, tests: str, part: str) -> int:
-    """Pytest's exit code for the quick or the slow ones of some tests: 0 all passed, 1 some failed, 5 no such test."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "--no-header", "--tb=no"]
+def run_tests(tree: Path, tests: str, part: str, which: str) -> int:
+    """Pytest's exit code for the quick or the slow ones of some tests: 0 all passed, 1 one failed, 5 no such test.
+
+    The first that fails is the last. ``which`` is ``FROM_NOW`` for all of them, or ``FAILED`` for the one that failed
+    in the run before.
+    """
+    command = [sys.executable, "-m", "pytest", which, "-x", "-q", "-n", "0", "--no-header", "--tb=no"]
     command += ["-m", {"quick": "not slow", "slow": "slow"}[part], *shlex.split(tests)]
     environ = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
@@ -111,35 +115,32 @@ def run_tests(tree: Path, tests: str, part: str) -> int:
     return done.returncode
 
 
-def try_one(mutant: Mutant, tree: Path, sound: dict[tuple[str, str], int], parts: list[str]) -> str:
+def try_one(mutant: Mutant, tree: Path, parts: list[str]) -> str:
     """The result of an edit: "caught (quick)", "caught (slow)", "SURVIVED", or the reason why there is no result."""
     if problem := stale(mutant):
         return f"STALE: {problem}"
     path, ran = tree / mutant.file, False
     text = path.read_text()
     for part in parts:
-        if (code := sound.get((mutant.tests, part))) is None:
-            code = sound[mutant.tests, part] = run_tests(tree, mutant.tests, part)
-        if code == NO_TESTS:
-            continue
-        if code != 0:
-            return f"BROKEN: without the edit the {part} ones of {mutant.tests} end with {code}"
         path.write_text(text.replace(mutant.find, mutant.put))
         try:
-            code = run_tests(tree, mutant.tests, part)
+            code = run_tests(tree, mutant.tests, part, FROM_NOW)
         finally:
             path.write_text(text)
         # 2: after the edit a test file cannot even be imported.
         if code in (1, 2):
-            return f"caught ({part})"
-        if code != 0:
+            code = run_tests(tree, mutant.tests, part, FAILED)
+            if code == 0:
+                return f"caught ({part})"
+            return f"BROKEN: without the edit the {part} ones of {mutant.tests} end with {code}"
+        if code not in (0, NO_TESTS):
             return f"BROKEN: pytest ended with {code}"
-        ran = True
+        ran |= code == 0
     return "SURVIVED" if ran else f"BROKEN: no {' or '.join(parts)} test in {mutant.tests}"
 
 
-def copy_tree(tree: Path, build: Path) -> Path:
-    """Copy the checkout to ``tree``. Its build folder is ``build``, where all copies share what their tests compile."""
+def copy_tree(tree: Path) -> Path:
+    """Copy the checkout to ``tree``, which shares its build folder: what its tests compiled is not compiled again."""
     tree.mkdir()
     for name in COPIED:
         source = ROOT / name
@@ -147,26 +148,23 @@ def copy_tree(tree: Path, build: Path) -> Path:
             shutil.copytree(source, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(source, tree / name)
-    (tree / "build").symlink_to(build)
+    (ROOT / "build").mkdir(exist_ok=True)
+    (tree / "build").symlink_to(ROOT / "build")
     return tree
 
 
-def try_group(
-    mutants: list[Mutant], trees: SimpleQueue, parts: list[str], interrupted: Event
-) -> list[tuple[str, str]]:
-    """(name, result) of each mutant, tried in a copy that nobody else is using."""
-    tree, found = trees.get(), []
-    sound: dict[tuple[str, str], int] = {}
-    for mutant in mutants:
-        began = time.monotonic()
-        told = try_one(mutant, tree, sound, parts)
-        # Ctrl-C ends the tests first, so their exit code means nothing.
-        if interrupted.wait(0.1):
-            break
-        found.append((mutant.name, told))
-        print(f"{mutant.name}: {told} ({time.monotonic() - began:.0f} s)", flush=True)
+def try_in_some_tree(mutant: Mutant, trees: SimpleQueue, parts: list[str], interrupted: Event) -> str:
+    """The result of a mutant, tried in a copy that nobody else is using; "" after Ctrl-C."""
+    if interrupted.is_set():
+        return ""
+    tree, began = trees.get(), time.monotonic()
+    told = try_one(mutant, tree, parts)
     trees.put(tree)
-    return found
+    # Ctrl-C ends the tests first, so their exit code means nothing.
+    if interrupted.wait(0.1):
+        return ""
+    print(f"{mutant.name}: {told} ({time.monotonic() - began:.0f} s)", flush=True)
+    return told
 
 
 def main() -> int:
@@ -199,24 +197,18 @@ def main() -> int:
         print("\n".join(f"{name}{f'  STALE: {problem}' if problem else ''}" for name, problem in problems))
         return int(any(problem for _, problem in problems))
     parts = ["quick"] if given.quick else ["quick", "slow"]
-    # Mutants with the same tests, which run once without any edit.
-    groups = defaultdict(list)
-    for mutant in mutants:
-        groups[mutant.tests].append(mutant)
     with tempfile.TemporaryDirectory(prefix="mutants") as folder, ThreadPoolExecutor(WORKERS) as workers:
         trees: SimpleQueue[Path] = SimpleQueue()
-        build = Path(folder) / "build"
-        build.mkdir()
         for number in range(WORKERS):
-            trees.put(copy_tree(Path(folder) / str(number), build))
+            trees.put(copy_tree(Path(folder) / str(number)))
         interrupted = Event()
-        tried = workers.map(lambda group: try_group(group, trees, parts, interrupted), groups.values())
+        tried = workers.map(lambda mutant: try_in_some_tree(mutant, trees, parts, interrupted), mutants)
         try:
-            told = dict(chain.from_iterable(tried))
+            told = dict(zip(mutants, tried, strict=True))
         except BaseException:
             interrupted.set()
             raise
-    bad = [mutant.name for mutant in mutants if not told[mutant.name].startswith("caught")]
+    bad = [mutant.name for mutant, one in told.items() if not one.startswith("caught")]
     by_quick = sum(one == "caught (quick)" for one in told.values())
     print(f"{len(mutants) - len(bad)} of {len(mutants)} caught, {by_quick} of them by quick tests", end="")
     print(f"; not: {', '.join(bad)}" if bad else "")
