@@ -103,15 +103,15 @@ class _Choice:
 
         Scores of the prompt come before those of tokens; there is one for each token, or none at all.
         """
-        self.timer.record_tokens(len(tokens))
         of_prompt = max(0, len(scores) - len(tokens))
         self._scores += scores[:of_prompt]
-        text = ""
+        text, before = "", self.num_tokens
         for place, token in enumerate(tokens, start=of_prompt):
             if not self.stopped:
                 self.num_tokens += 1
                 self._scores += scores[place : place + 1]
                 text += self._stop_matcher.push(self._detokenizer.push(token))
+        self.timer.record_tokens(self.num_tokens - before)
         return text
 
     def finish(self, completion: Completion) -> str:

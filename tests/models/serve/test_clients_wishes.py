@@ -1,8 +1,10 @@
 """What clients expect besides texts: chats, how likely tokens are, keys, and counters for Prometheus."""
 
+import asyncio
 import json
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import httpx
 import jinja2
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 from prometheus_client.parser import text_string_to_metric_families
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -131,7 +134,8 @@ def test_words_that_stop_a_text_end_its_logprobs(client):
 
 def test_tokens_behind_a_word_that_stops_are_nobodys():
     """Several may come at once, those of the prompt's scores ahead of them."""
-    choice = _Choice(ByteTokenizer().decode, ["b"], "echo", TokenTimer(Metrics(int)))
+    metrics = Metrics(SimpleNamespace(num_open=0, num_running=0, num_used_blocks=0))
+    choice = _Choice(ByteTokenizer().decode, ["b"], "echo", TokenTimer(metrics))
     scores = [Score(ord(letter), -1.0, ()) for letter in "xyabc"]
     text = choice.receive([ord("a"), ord("b"), ord("c")], scores)
     assert (text, choice.stopped, choice.num_tokens) == ("a", True, 2)
@@ -139,6 +143,8 @@ def test_tokens_behind_a_word_that_stops_are_nobodys():
     assert choice.receive([ord("d")], scores[:1]) == "" and choice.piece(0, "", None) == Piece(0, "", None)
     choice.finish(Completion(0, (), "stop", stop_score=scores[0]))
     assert choice.piece(0, "", "stop") == Piece(0, "", "stop")
+    timed = asyncio.run(metrics.answer(Request({"type": "http"}))).body.decode()
+    assert "serve_first_token_seconds_count 1.0" in timed and "serve_next_token_seconds_count 1.0" in timed
 
 
 def test_a_chat_is_what_its_template_makes_of_it(client):
