@@ -112,8 +112,10 @@ class Pipeline:
         "switch": all units are branches of one conditional. On GPU it costs a single round trip to the host,
         where each loop costs one, but before JAX 0.11 all slot pools and sums are copied there at every tick.
         "none": every rank runs each unit that some rank has in that tick, and masks the results; for machines
-        on which all devices must run the same operations. The results of all three are equal. None: "switch"
-        on GPUs with JAX 0.11 or later, else "loop".
+        on which all devices must run the same operations. The results of all three are equal. Gradients can be
+        differentiated once more: by ``jax.jvp`` with all three, by ``jax.grad`` with "switch" alone, since JAX
+        reverses no loop whose number of trips is not known. None: "switch" on GPUs with JAX 0.11 or later, else
+        "loop".
       check_vma: whether ``shard_map`` checks over which axes values vary.
       debug_nans: whether to raise FloatingPointError when a loss or a gradient is not finite; it names the
         microbatch and the stage where that began.

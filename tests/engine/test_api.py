@@ -77,6 +77,28 @@ def test_loss_composes_with_optax():
     np.testing.assert_allclose(alone, models.oracle("mlp", 2, 4)[0][0], rtol=1e-6)
 
 
+@pytest.mark.parametrize("divergence", ["loop", pytest.param("switch", marks=pytest.mark.slow)])
+def test_gradients_have_derivatives_too(divergence):
+    """Hessian times a vector: forward over reverse as loops, reverse over reverse as branches."""
+    schedule, mesh = one_f_one_b(2, 2), make_mesh(2, 1)
+    params, batch = models.init("mlp", 2)[0], models.data(2)
+    vector = jax.tree.map(lambda leaf: jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape), params)
+
+    def place(tree):
+        return tree | {"stages": place_stages(tree["stages"], schedule, mesh)}
+
+    def of(function, point, along):
+        if divergence == "loop":
+            return jax.jvp(function, (point,), (along,))[1]
+        return jax.vjp(function, point)[1](along)[0]
+
+    plain = plain_value_and_grad(models.MLP)
+    step = pipeline_value_and_grad(models.MLP, schedule, mesh, divergence=divergence)
+    found = of(lambda params: step(params, *batch)[1], place(params), place(vector))
+    expected = of(lambda params: plain(params, *batch)[1], params, vector)
+    models.assert_close(found | {"stages": unplace_stages(found["stages"], schedule)}, expected)
+
+
 def test_inputs_are_not_silently_given_zero_gradients():
     schedule, mesh = one_f_one_b(2, 2), make_mesh(2, 1)
     model = PipelineModel(
