@@ -139,10 +139,8 @@ class Config:
                 self.qk_nope_dim == self.qk_rope_dim == 0,
             ),
         ]
-        for (
-            name,
-            least,
-        ) in _MIN_VALUES.items():  # "not number >= least" also finds NaN, which "number < least" does not
+        # "not number >= least" also finds NaN, which "number < least" does not.
+        for name, least in _MIN_VALUES.items():
             number = getattr(self, name)
             complaints.append((f"{name} is {number}, must be at least {least}", not number >= least))
         for name in _POSITIVE:

@@ -89,9 +89,8 @@ class StageFunctions:
         losses = {"lm": masked_mean(nll_BS, counted_BS)}
         metrics: dict[str, Array] = {"tokens": jnp.sum(counted_BS, dtype=jnp.int32)}
         if self.balance_factor:
-            metrics["sequences"] = jnp.int32(
-                nll_BS.shape[0]
-            )  # counted once, here, even if this stage has no experts
+            # Counted once, here, even if this stage has no experts.
+            metrics["sequences"] = jnp.int32(nll_BS.shape[0])
         sums, numbers = [], []
         hidden_BSD = normed_BSD if self.mtp_after_norm else x_BSD
         for depth in range(1, self.config.num_mtp_layers + 1):

@@ -103,16 +103,13 @@ def train(config: TrainConfig, launch: Launch | None, *, resume: bool) -> None:
 
 def end_at_once(error: BaseException, launch: Launch) -> None:
     """End this process at once. It does not wait for the other processes, which may wait for it and notice its end."""
-    code = FAILED
+    try:
+        code = report_error(error) if isinstance(error, Exception) else 130
+    except Exception:
+        code = PEER_LOST if is_peer_lost(error) else FAILED
+        traceback.print_exc()
     if isinstance(error, DivergedError):
         code = DIVERGED
-        print(f"error: {error}", file=sys.stderr)
-    else:
-        try:
-            code = report_error(error) if isinstance(error, Exception) else 130
-        except Exception:
-            code = PEER_LOST if is_peer_lost(error) else FAILED
-            traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
     if launch.process_id in (0, None):

@@ -13,7 +13,6 @@ from dualpipe_jax.engine.stages import to_placed
 from models.weights.config_json import to_json
 from train.config import ConfigError, TrainConfig
 from train.errors import CheckpointError
-from train.model import model_config
 from train.processes.group import Processes
 from train.setup import Run
 from train.state.layout import TrainState
@@ -69,7 +68,7 @@ def export(this: Run, state: TrainState, processes: Processes) -> str | None:
 
 
 def _write(folder: Path, this: Run, state: TrainState, processes: Processes) -> None:
-    new, numbers = _unfinished_folder(folder), model_config(this.config, this.corpus.vocab)
+    new, numbers = _unfinished_folder(folder), this.layout.model.config
     if processes.leads:
         this.corpus.vocabulary.write(_make_empty(new))
     processes.barrier()

@@ -14,7 +14,6 @@ from train.errors import DivergedError, Stopped
 from train.figures.metrics import Display, say
 from train.figures.step import expert_load
 from train.figures.trackers import Tracker
-from train.model import model_config
 from train.processes.group import Processes
 from train.processes.stop import Stop
 from train.processes.stragglers import Stragglers
@@ -54,7 +53,7 @@ def train(
     progress = Progress.resumed(this.recipe, first, carried)
     if (text := reordering_warning(config.sequence, carried)) is not None:
         say(console, f"warning: {text}")
-    numbers = model_config(config, this.corpus.vocab)
+    numbers = this.layout.model.config
     warning_signs = WarningSigns(numbers.num_experts / numbers.top_k - 1, this.recipe.learning_rate)
     if "trouble" in carried:
         trouble.resume(carried["trouble"])

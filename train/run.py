@@ -31,7 +31,7 @@ from train.figures.folder import (
 from train.figures.metrics import MetricsFile, say
 from train.figures.trackers import Tracker, Trackers
 from train.loop import train
-from train.model import count_parameters, describe_dispatch, has_selection_bias, model_config
+from train.model import count_parameters, describe_dispatch, has_selection_bias
 from train.options import options_as_dict
 from train.processes.group import Processes, common_facts
 from train.recipe import describe as describe_recipe
@@ -58,7 +58,7 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
     this = prepare(config)
     config = this.config
     if processes.leads:
-        check_export(config, model_config(config, this.corpus.vocab))
+        check_export(config, this.layout.model.config)
     processes.check_equal(common_facts(config, this.corpus.fingerprint))
     processes.connect(this.layout.mesh)
 
@@ -68,9 +68,8 @@ def run(config: TrainConfig, console: Console, processes: Processes, *, resume: 
     with processes.entered_by_leader(claimed_folder(config, resume=resume)) as folder:
         config = dataclasses.replace(config, name=folder.name)
         this = dataclasses.replace(this, config=config)
-        layout, numbers = this.layout, model_config(config, this.corpus.vocab)
-        corpus = this.corpus
-        vocabulary = corpus.vocabulary
+        layout, corpus = this.layout, this.corpus
+        numbers, vocabulary = layout.model.config, corpus.vocabulary
         facts = describe(
             config,
             numbers,
@@ -219,7 +218,7 @@ def print_summary(this: Run, folder: Path, console: Console) -> None:
     config, corpus = this.config, this.corpus
     picture = format_grid(this.schedule)
     unit = corpus.vocabulary.unit
-    numbers = model_config(config, corpus.vocab)
+    numbers = this.layout.model.config
     total, active = count_parameters(numbers)
     platform, chosen = jax.devices()[0].platform, Kernels(config.step.attention, config.step.matmul)
     text = "" if platform == "cpu" else chosen.describe(platform, numbers, config.step.dispatch)

@@ -17,7 +17,7 @@ from train.config import TrainConfig, replaced
 from train.figures.folder import reporting_write_errors
 from train.figures.rates import Rates, find_peak, memory_gib
 from train.figures.step import step_record
-from train.model import count_parameters, model_config, model_flops
+from train.model import count_parameters, model_flops
 from train.report.folder import environment
 from train.setup import Run
 from train.state.layout import TrainState
@@ -87,9 +87,12 @@ def watch_run(this: Run, folder: Path, first: int, leads: bool = True) -> Watch:
     Of several processes only the one that ``leads`` writes, and profiles its own devices.
     """
     config, devices = this.config, used_devices(this.config)
-    rates = run_rates(config, this.corpus.vocab)
+    numbers = this.layout.model.config
+    _, active = count_parameters(numbers)
+    peak = find_peak(devices, config.log.peak_tflops, config.log.measure_peak)
+    rates = Rates(model_flops(numbers, active, config.sequence), peak)
     if leads:
-        found = environment(devices) | {"peak": "" if rates.peak is None else rates.peak.source}
+        found = environment(devices) | {"peak": "" if peak is None else peak.source}
         with reporting_write_errors(folder):
             (folder / "environment.json").write_text(json.dumps(found, indent=2) + "\n")
     else:
@@ -100,16 +103,6 @@ def watch_run(this: Run, folder: Path, first: int, leads: bool = True) -> Watch:
 
 def used_devices(config: TrainConfig) -> list[Any]:
     return jax.devices()[: config.step.num_devices]
-
-
-def run_rates(config: TrainConfig, vocab: int) -> Rates:
-    """The ``Rates`` of a run, which turn the duration of a step into rates."""
-    numbers = model_config(config, vocab)
-    _, active = count_parameters(numbers)
-    return Rates(
-        flops_per_token=model_flops(numbers, active, config.sequence),
-        peak=find_peak(used_devices(config), config.log.peak_tflops, config.log.measure_peak),
-    )
 
 
 def read_profile(this: Run, state: TrainState, folder: Path, leads: bool = True) -> str:

@@ -114,7 +114,7 @@ def test_what_no_folder_can_replace_is_found_out_before_training(tmp_path, monke
 def test_what_cannot_be_written_is_asked_for_again(written, tmp_path):
     run, state = written
     config = configure(run.config, export=tmp_path / "gone" / "out")
-    this = types.SimpleNamespace(config=config, corpus=run.corpus, schedule=run.schedule)
+    this = types.SimpleNamespace(config=config, corpus=run.corpus, schedule=run.schedule, layout=run.layout)
     told = r"the run is saved: .* --name x --resume --export .*out writes"
     with pytest.raises(CheckpointError, match=told):
         export(this, state, Processes())

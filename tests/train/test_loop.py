@@ -112,7 +112,8 @@ def run(losses, path, saved=None, *, config=CONFIG, start=0, carried=None, name=
     this = types.SimpleNamespace(config=config, corpus=CORPUS, update=update)
     this.recipe, this.init = run_recipe(config, model_config(config)), lambda: State(0)
     this.compiles = functools.partial(Run.compiles, this)
-    this.layout = types.SimpleNamespace(mesh=make_mesh(1, 1))
+    model = types.SimpleNamespace(config=this.recipe.config)
+    this.layout = types.SimpleNamespace(mesh=make_mesh(1, 1), model=model)
     this.batch = functools.partial(Run.batch, this)
     this.held_out = lambda params: {"heldout_loss": 2.0}
     rates = Rates(1e6, None)

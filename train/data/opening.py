@@ -51,7 +51,7 @@ def open_corpus(
     if weights:
         groups = [[path] for path in named]
     else:
-        text = [path for path in named if not (is_prepared(path) or records.is_records(path))]
+        text = [path for path in named if not _is_ready(path)]
         groups = [[path] for path in named if path not in text] + ([text] if text or not named else [])
     sources = _open_all(groups, vocabulary)
     if weights:
@@ -67,7 +67,7 @@ def open_corpus(
 def _open_all(groups: Sequence[Sequence[Path]], vocabulary: Vocabulary) -> list[Source]:
     """Open the sources. A document that is held out of one source of text, or whose end is, is in no source's training
     text, but for the part that all sources of so few documents train on."""
-    texts = {number: read_documents(group) for number, group in enumerate(groups) if not _is_ready(group)}
+    texts = {n: read_documents(group) for n, group in enumerate(groups) if not any(map(_is_ready, group))}
     parts = {number: hold_out_tenth(documents) for number, (documents, _) in texts.items()}
     held_out, cut = set[bytes](), set[bytes]()
     for number, (documents, _) in texts.items():
@@ -92,8 +92,8 @@ def _open_all(groups: Sequence[Sequence[Path]], vocabulary: Vocabulary) -> list[
     return sources
 
 
-def _is_ready(group: Sequence[Path]) -> bool:
-    return len(group) == 1 and (is_prepared(group[0]) or records.is_records(group[0]))
+def _is_ready(path: Path) -> bool:
+    return is_prepared(path) or records.is_records(path)
 
 
 def _open(path: Path, vocabulary: Vocabulary) -> Source:

@@ -117,9 +117,9 @@ class Vocabulary:
         # Imported here because it loads JAX, and options are read without JAX.
         from models.weights.tokenizer import FILES
 
-        if self.content is None or self.file is None:
+        if self.file is None:
             return
-        (folder / FILES[0]).write_bytes(self.content)
+        (folder / FILES[0]).write_bytes(_read(self.file))
         for name in () if is_url(self.file) else FILES[1:]:
             if (beside := Path(self.file).with_name(name)).is_file():
                 # Read before the target is opened: both may be the same file.

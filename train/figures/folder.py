@@ -57,7 +57,7 @@ def make_folder(config: TrainConfig, *, resume: bool) -> Path:
             return make_unnamed_folder(config)
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise _cannot_make(folder or config.runs, error) from None
+        raise ConfigError(f"--runs: cannot make {folder or config.runs}: {error.strerror}") from None
     return folder
 
 
@@ -127,10 +127,6 @@ def make_unnamed_folder(config: TrainConfig) -> Path:
             continue
         return folder
     raise OSError(0, "a thousand runs began in this second")
-
-
-def _cannot_make(folder: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"--runs: cannot make {folder}: {error.strerror}")
 
 
 def _taken(folder: Path) -> ConfigError:

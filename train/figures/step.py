@@ -80,7 +80,8 @@ def step_record(metrics: Mapping[str, Any], *, with_load: bool, num_devices: int
     assignments. If ``num_devices`` is above 1, there is "device_load" (see ``device_load``): from "devices" if experts
     are placed, else from "counts", because experts are in order.
     """
-    record = {name: _number(value) for name, value in metrics.items() if name not in ("counts", "devices")}
+    numbers = {name: value for name, value in metrics.items() if name not in ("counts", "devices")}
+    record = jax.tree.map(lambda value: np.asarray(value).item(), numbers)
     if "counts" in metrics:
         load = expert_load(np.asarray(metrics["counts"]))
         record["load_entropy"] = load_entropy(load)
@@ -122,9 +123,3 @@ def load_entropy(load: np.ndarray) -> float:
     shares = load / load.sum(-1, keepdims=True)
     logarithms = np.log(shares, out=np.zeros_like(shares), where=shares > 0)
     return float((-(shares * logarithms).sum(-1) / np.log(load.shape[-1])).mean())
-
-
-def _number(value: Any) -> Any:
-    return (
-        {k: _number(v) for k, v in value.items()} if isinstance(value, Mapping) else np.asarray(value).item()
-    )

@@ -32,7 +32,6 @@ DEFAULT_POSITIONS = 1024
 
 Say = Callable[[str], None]
 
-
 _PARAM_TYPES: Mapping[str, type] = {"max_tokens": int, "temperature": float, "top_p": float, "seed": int}
 
 

@@ -183,7 +183,7 @@ def common_facts(config: TrainConfig, corpus: str) -> dict[str, str]:
     options["launch"] = {
         name: value for name, value in options["launch"].items() if name not in PER_PROCESS_OPTIONS
     }
-    versions = {name: _version(name) for name in VERSIONS}
+    versions = {name: importlib.metadata.version(name) for name in VERSIONS}
     facts = {f"option {section}": json.dumps(value, sort_keys=True) for section, value in options.items()}
     return facts | {"corpus": corpus, "Python": platform.python_version()} | versions
 
@@ -241,10 +241,3 @@ def make_global_batch(draw: Callable[[Rows], Batch], num_rows: tuple[int, int], 
 def _bounds(index: Rows | None, num_rows: tuple[int, int]) -> tuple[tuple[int, ...], ...]:
     assert index is not None  # every device of a process that is asked holds a part
     return tuple(part.indices(size)[:2] for part, size in zip(index[:2], num_rows, strict=True))
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

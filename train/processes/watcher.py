@@ -140,8 +140,7 @@ def run_once(
         return _watch(workers, requests)
     finally:
         for worker in workers:
-            if worker.code is None:
-                worker.process.kill()  # also ends one that is stopped
+            worker.process.kill()  # also ends one that is stopped
         for worker in workers:
             worker.process.wait()
             os.close(worker.pipe)
@@ -173,7 +172,8 @@ def _watch(workers: Sequence[Worker], requests: StopRequests) -> Outcome:
             _read_signs(selector, 0.2)
             if requests.count > passed_on:
                 passed_on, deadline = requests.count, min(deadline, time.monotonic() + STOPPING_S)
-                _signal(workers, signal.SIGTERM if requests.count == 1 else signal.SIGKILL)
+                for worker in workers:
+                    worker.process.send_signal(signal.SIGTERM if requests.count == 1 else signal.SIGKILL)
             codes = [worker.code for worker in workers]
             if all(code is not None for code in codes) or any(codes):
                 if any(codes):
@@ -261,9 +261,3 @@ def _describe_exit(code: int | None) -> str:
     if code < 0:
         return f"died of {signal.Signals(-code).name}"
     return f"ended with code {code}" if code else "ended well"
-
-
-def _signal(workers: Sequence[Worker], number: signal.Signals) -> None:
-    for worker in workers:
-        if worker.code is None:
-            worker.process.send_signal(number)

@@ -39,7 +39,6 @@ DAMAGED_FOLDER = "damaged"
 SAVE_TIMEOUT_S = 600
 """Seconds after which a save that has not ended is given up."""
 
-
 RETRY_S = 30
 """Seconds after which a save that failed is tried again, even if no checkpoint is due."""
 

@@ -22,8 +22,9 @@ def fingerprint(array: jax.Array) -> jax.Array:
     bits = array.astype(jnp.uint8) if array.dtype == jnp.bool_ else array
     bits = jax.lax.bitcast_convert_type(bits, _BITS[bits.dtype.itemsize]).astype(jnp.uint32)
     place = jnp.zeros(bits.shape, jnp.uint32)
-    for dim, stride in enumerate(_strides(bits.shape)):
-        place = place + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * jnp.uint32(stride % 2**32)
+    for dim in range(bits.ndim):
+        stride = jnp.uint32(math.prod(bits.shape[dim + 1 :]) % 2**32)
+        place = place + jax.lax.broadcasted_iota(jnp.uint32, bits.shape, dim) * stride
     return jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32)
 
 
@@ -57,7 +58,3 @@ _CHUNK = 1 << 20
 @functools.cache
 def _program(everywhere: NamedSharding | None) -> Callable[[dict[str, jax.Array]], dict[str, jax.Array]]:
     return jax.jit(lambda tree: jax.tree.map(fingerprint, tree), out_shardings=everywhere)
-
-
-def _strides(shape: tuple[int, ...]) -> list[int]:
-    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

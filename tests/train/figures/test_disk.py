@@ -22,6 +22,7 @@ from train.figures.folder import (
 )
 from train.figures.metrics import MetricsFile
 from train.figures.trackers import Trackers
+from train.model import model_config
 from train.run import try_write_report
 from train.watch import watch_run
 
@@ -157,7 +158,9 @@ def test_what_a_run_has_done_is_not_done_over(tmp_path, part, text):
 
 
 def test_no_room_for_the_environment_is_one_line(tmp_path, monkeypatch):
-    this = SimpleNamespace(config=configure(sequence=32), corpus=SimpleNamespace(vocab=256))
+    config = configure(sequence=32)
+    layout = SimpleNamespace(model=SimpleNamespace(config=model_config(config)))
+    this = SimpleNamespace(config=config, layout=layout)
     monkeypatch.setattr("train.watch.used_devices", lambda config: jax.devices()[:1])
     (tmp_path / "environment.json").mkdir()
     with pytest.raises(ConfigError, match=f"--runs: cannot write into {tmp_path}: Is a directory"):
