@@ -102,7 +102,8 @@ def parse(arguments: Sequence[str] | None = None) -> Command:
     if sources.plan is not None:
         options = apply(options, from_plan(sources.plan), f"--plan {sources.plan}")
     if sources.config is not None:
-        options = apply(options, read_file(Path(sources.config)), f"--config {sources.config}")
+        where = f"--config {sources.config}"
+        options = apply(options, read_file(Path(sources.config), where), where)
     default = Command(**_values(options))
     return read(Command, "scripts/train", written, default, DESCRIPTION, paired=True)
 
@@ -130,7 +131,8 @@ def resumed(name: str | None, runs: Path) -> TrainConfig:
     file, options = runs / name / "config.json", TrainConfig()
     # False, not an error, also for a folder that may not be read; a later error names that folder.
     if os.path.exists(file):
-        options = apply(options, read_file(file), f"--resume: {file}")
+        where = f"--resume: {file}"
+        options = apply(options, read_file(file, where), where)
     return configure(without_start_options(options), name=name, runs=runs)
 
 
@@ -172,9 +174,8 @@ def from_plan(file: Path) -> Mapping[str, Any]:
     }
 
 
-def read_file(path: Path) -> Mapping[str, Any]:
-    """A file's options, not checked yet. Raises ConfigError where it cannot be read."""
-    where = f"--config {path}"
+def read_file(path: Path, where: str) -> Mapping[str, Any]:
+    """A file's options, not checked yet. Raises ConfigError, which begins with ``where``, if it cannot be read."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -195,7 +196,7 @@ def read_file(path: Path) -> Mapping[str, Any]:
             raise ConfigError(f"{where}: must end in .toml, .yaml or .json")
     try:
         found = loads(text)
-    except (ValueError, wrong) as error:
+    except (ValueError, RecursionError, wrong) as error:
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from None
     if found is None:
         return {}

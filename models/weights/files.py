@@ -96,7 +96,7 @@ class Folder:
             return
         try:
             wanted = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+        except (ValueError, RecursionError, KeyError, AttributeError, TypeError) as error:
             self.complaints.append(f"{index.name}: {error!r}")
             return
         self.complaints += [f"{name}: missing, {index.name} names it" for name in sorted(wanted - there)]

@@ -15,7 +15,7 @@ def read_settings(file: Path) -> dict[str, Any]:
     """
     try:
         found = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise WeightsError(file.parent, [f"{file.name}: {error}"]) from None
     if not isinstance(found, dict):
         raise WeightsError(file.parent, [f"{file.name}: is {found!r:.40}, must be an object of settings"])

@@ -22,7 +22,8 @@ from dualpipe_jax.schedule import dualpipe_v
 from models import deepseek, layer_plan, tiny, weights
 from models.weights import WeightsError, reading
 from models.weights.config_json import from_json, to_json
-from models.weights.files import DTYPES, Reader
+from models.weights.files import DTYPES, Folder, Reader
+from models.weights.settings import read_settings
 from models.weights.tree import leaves_of
 from tests.two_processes import what_both_say
 
@@ -456,3 +457,11 @@ def test_on_two_processes_each_reads_what_it_holds_and_writes_its_part(tmp_path)
     written = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert written["metadata"] == index["metadata"]
     chex.assert_trees_all_equal(weights.load(tmp_path / "out", stages=plan)[1], params)
+
+
+def test_json_that_is_nested_too_deep_is_a_complaint(tmp_path):
+    for name in ("config.json", "model.safetensors.index.json"):
+        (tmp_path / name).write_text("[" * 200_000)
+    with pytest.raises(WeightsError, match=f"{tmp_path}:\n  config.json: "):
+        read_settings(tmp_path / "config.json")
+    assert any(text.startswith("model.safetensors.index.json: ") for text in Folder(tmp_path).complaints)

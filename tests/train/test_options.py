@@ -89,6 +89,8 @@ REFUSED = {
     "no such format": (["--config", "{file}.ini"], "", "must end in .toml, .yaml or .json"),
     "broken": (["--config", "{file}.toml"], "[mesh", "Expected ']'"),
     "broken yaml": (["--config", "{file}.yaml"], "a: [", "expected the node content"),
+    "too deep": (["--config", "{file}.json"], "[" * 200_000, "--config it.json: "),
+    "a run's own file": (["--runs", ".", "--name", "r", "--resume"], "{", "--resume: r/config.json: Expecting prop"),
     "no sections": (["--config", "{file}.json"], "[1]", "must hold sections of options, holds list"),
     "no such option": (["--config", "{file}.toml"], "[step]\nschedul = 1", "step.schedul; did you mean schedule?"),
     "no such section": (["--config", "{file}.toml"], "[stop]\npp = 1", "no option stop; did you mean step?"),
@@ -106,6 +108,8 @@ def test_what_is_no_option_is_named(case, tmp_path, monkeypatch):
     arguments, text, message = REFUSED[case]
     for ending in ("toml", "yaml", "json", "ini"):
         (tmp_path / f"it.{ending}").write_text(text)
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.json").write_text(text)
     with pytest.raises(ConfigError) as raised:
         parse([argument.format(file="it") for argument in arguments])
     assert message in str(raised.value)
