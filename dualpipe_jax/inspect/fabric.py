@@ -16,6 +16,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 EXCHANGES = "all-to-all", "ragged-all-to-all"
 PERMUTE = "collective-permute"
+_BROADCAST = "collective-broadcast"
 _RING_PASSES = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}
 """How often a ring moves the payload, without the device's own part, through each device."""
 
@@ -47,13 +48,15 @@ class Nodes:
         """Return the cycles of a collective; transfers inside and between nodes run at once, and the longer one counts.
 
         In an all-to-all every device sends its own data. Data that is gathered or reduced crosses to a node once, over
-        the cards of all devices that the group has there.
+        the cards of all devices that the group has there; so does data that one device sends to all others.
         """
         if kind == PERMUTE:
             across = any(len({device // self.size for device in pair}) > 1 for pair in groups)
             return payload / (self.between if across else self.inside)
         if kind in EXCHANGES:
             return max(self._exchange(payload, group) for group in groups)
+        if kind == _BROADCAST:
+            return max(self._broadcast(payload, group) for group in groups)
         return _RING_PASSES.get(kind, 0) * max(self._ring(payload, group) for group in groups)
 
     def _exchange(self, payload: float, group: tuple[int, ...]) -> float:
@@ -68,6 +71,11 @@ class Nodes:
         others = 1 - there / len(group)  # The share of the payload that a node does not have.
         inside = payload * (1 - 1 / len(group)) / self.inside if there.max() > 1 else 0.0
         return max(inside, float((payload * others / (there * self.between)).max()))
+
+    def _broadcast(self, payload: float, group: tuple[int, ...]) -> float:
+        there = self._on_nodes(group)
+        inside = payload / self.inside if there.max() > 1 else 0.0
+        return max(inside, payload / (float(there.min()) * self.between) if len(there) > 1 else 0.0)
 
     def _on_nodes(self, group: tuple[int, ...]) -> np.ndarray:
         """Return the number of the group's devices on each node that has any."""

@@ -118,6 +118,18 @@ def test_what_is_gathered_and_reduced_crosses_to_a_node_once():
     assert taken("all-gather", tuple(range(8)), cards) == taken("all-gather", cards), "the slowest group"
 
 
+def test_a_broadcast_crosses_to_a_node_once():
+    """Sixteen GPUs on two nodes, each with a card of 50 GB/s: all, and one of each node. One node: NVLink alone."""
+    rates, payload = gpu_rates("h100", network=50e9, node=8), 1e9
+
+    def seconds(*group):
+        return rates.collective("collective-broadcast", int(payload), len(group), (group,)) / H100_CLOCK
+
+    assert seconds(*range(16)) == pytest.approx(payload / (8 * 50e9))
+    assert seconds(0, 8) == pytest.approx(payload / 50e9)
+    assert seconds(*range(8)) == pytest.approx(payload / 450e9)
+
+
 def test_a_send_inside_a_node_takes_nvlink():
     rates, inside, across = gpu_rates("h100"), ((0, 1), (1, 2)), ((6, 7), (7, 8))
     kinds = inside, across, None
