@@ -9,7 +9,6 @@ of their own, or they run as the forward and the backward that exist anyway (``f
 """
 
 import argparse
-import math
 import os
 import sys
 from unittest import mock
@@ -90,6 +89,7 @@ def counted(pipeline, params, batch) -> tuple[int, float]:
     import numpy as np
 
     from dualpipe_jax.engine import tick as engine
+    from dualpipe_jax.split.jaxprs import equation_flops
 
     seen, run = [], engine.run
 
@@ -104,23 +104,16 @@ def counted(pipeline, params, batch) -> tuple[int, float]:
     guards = [eqn for eqn in body.eqns if eqn.primitive.name == "while"]
     anywhere = tick.table.runs(tick.table.array)
     times = [np.any([anywhere[n] for n in task.numbers], axis=0).sum() for task in tick.tasks]
-    outside = sum(_flops(eqn) for eqn in body.eqns if eqn not in guards)
-    work = sum(int(n) * _flops(guard) for n, guard in zip(times, guards, strict=True))
+    outside = sum(equation_flops(eqn) for eqn in body.eqns if eqn not in guards)
+    work = sum(int(n) * equation_flops(guard) for n, guard in zip(times, guards, strict=True))
     return tick.table.num_ticks, work + tick.table.num_ticks * outside
 
 
-def flops(jaxpr) -> float:
+def flops(jaxpr) -> int:
     """The multiplications and additions of matrix products; those in scans count as often as they run."""
-    return sum(_flops(eqn) for eqn in jaxpr.eqns)
+    from dualpipe_jax.split.jaxprs import equation_flops
 
-
-def _flops(eqn) -> float:
-    if eqn.primitive.name == "dot_general":
-        ((contracted, _), _), left = eqn.params["dimension_numbers"], eqn.invars[0].aval
-        sizes = math.prod(left.shape[d] for d in contracted)
-        return 2.0 * sizes * math.prod(eqn.outvars[0].aval.shape)
-    times = eqn.params.get("length", 1)
-    return times * sum(flops(inner) for inner in _inner(eqn))
+    return sum(map(equation_flops, jaxpr.eqns))
 
 
 def ticks_of(jaxpr):

@@ -133,7 +133,7 @@ class Reader:
                 collectives=collectives([eqn]),
                 effectful=any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects),
                 pinned=self._pinned,
-                flops=_flops(eqn),
+                flops=equation_flops(eqn),
             )
         )
         if key is not None:
@@ -294,11 +294,11 @@ def collectives(eqns: Iterable[Any]) -> dict[str, frozenset[str]]:
     return found
 
 
-def _flops(eqn: Any) -> int:
+def equation_flops(eqn: Any) -> int:
     """Return the FLOPs of an equation and all inside it: a scan's body as often as it runs, a while loop's once."""
     if eqn.primitive.name in _KERNELS:
         return _own_flops(eqn)
-    inside = sum(map(_flops, _inner_equations(eqn.params)))
+    inside = sum(map(equation_flops, _inner_equations(eqn.params)))
     return _own_flops(eqn) + inside * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
 
 
