@@ -65,6 +65,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rank", type=int, nargs=2, metavar=("PROCESS", "PORT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: needs at least 1 timed round")
     if options.rank:
         process, port = options.rank
         rank(process, port, options.rounds)

@@ -81,6 +81,8 @@ def main():
         "--cores", type=int, help="number of cores that both may use (Linux); all if left out"
     )
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: needs at least 1 timed round")
     if options.cores:  # before JAX makes its threads
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
         torch.set_num_threads(options.cores)

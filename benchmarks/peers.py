@@ -179,6 +179,8 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--microbatches", type=int, default=16)
     options = parser.parse_args()
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: needs at least 1 timed round")
     if unfit := [ranks for ranks in options.ranks if ranks < 2 or Case.layers % (2 * ranks)]:
         parser.error(f"--ranks {unfit[0]}: two stages a rank must share {Case.layers} layers: 2 or 4")
     if importlib.util.find_spec("torch") is None:

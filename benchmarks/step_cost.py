@@ -141,6 +141,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     rounds, console = parser.parse_args().rounds, Console()
+    if rounds < 1:
+        parser.error(f"--rounds {rounds}: needs at least 1 timed round")
     table = Table("schedule", "CPU s, plain", "CPU s, pipelined", "ratio: min", "median", "max")
     for make in (one_f_one_b, zb_h1, dualpipe, dualpipe_v):
         schedule = make(RANKS, MICROBATCHES)

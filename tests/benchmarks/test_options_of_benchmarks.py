@@ -23,6 +23,9 @@ def run(monkeypatch, name, *options):
         ("foreign", ["moe", "v9:2x2x2"], "target 'v9:2x2x2': did you mean v4?"),
         ("foreign", ["moe", "v5p:2x2x2", "--option", "fast"], "--option fast: write NAME=VALUE"),
         ("peers", ["--ranks", "2", "3"], "--ranks 3: two stages a rank must share 8 layers: 2 or 4"),
+        ("bubbles", ["--rounds", "0"], "--rounds 0: needs at least 1 timed round"),
+        ("peers", ["--rounds", "-1"], "--rounds -1: needs at least 1 timed round"),
+        ("step_cost", ["--rounds", "0"], "--rounds 0: needs at least 1 timed round"),
         ("decode_compiled", ["--target", "a10"], "target 'a10:1x1': did you mean a100?"),
     ],
 )
